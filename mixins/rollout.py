@@ -1,0 +1,161 @@
+"""The mixin for actors that generate."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+from twinkle_ray.checkpoint_engine import DEFAULT_TIMEOUT_S, rendezvous_of
+from twinkle_ray.errors import UnsupportedActor, UnsupportedModel
+from twinkle_ray.serving import Serving, target_for
+from twinkle_ray.types import OpStatus, RolloutStatus
+
+
+class RolloutActorMixin:
+    """Gives a rollout actor the methods that :class:`~twinkle_ray.CheckpointEngineManager` calls.
+
+    The weights live in ``self.llm`` (a ``vllm.LLM`` or ``vllm.AsyncLLM``) or in a torch module ``self.model``; override
+    :meth:`checkpoint_target` if they are elsewhere. All methods are plain ones: one ``async def`` here would move every
+    method of a user's actor onto an event loop. They may also be called on an async actor's loop, where none of them
+    waits.
+    """
+
+    checkpoint_timeout_s: float = DEFAULT_TIMEOUT_S
+    """Seconds that one blocking call may take, where the caller does not say."""
+
+    __twinkle_serving: Serving | None = None
+    __twinkle_held: Any = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Before the user's __init__ makes the engine: vLLM's processes inherit this, and our vLLM plugin acts on it.
+        os.environ.setdefault("TWINKLE_RAY_ROLLOUT", "1")
+        return super().__new__(cls)
+
+    def checkpoint_target(self) -> Any:
+        """What holds the weights. Default: ``self.llm``, else ``self.model``."""
+        for attribute in ("llm", "model"):
+            candidate = getattr(self, attribute, None)
+            if candidate is not None:
+                return candidate
+        raise UnsupportedActor(
+            f"{type(self).__name__} has neither self.llm nor self.model; set one, or override checkpoint_target()"
+        )
+
+    # --- driven by the manager ---------------------------------------------------------------------------------
+
+    def start_checkpoint(self, key: str, op: str, request: dict[str, Any]) -> None:
+        """Start an operation of :class:`~twinkle_ray.serving.Serving` under the caller's unique key; returns at once."""
+        self.__serving().start(key, op, request)
+
+    def poll_checkpoint(self, key: str, wait_s: float = 0.0) -> OpStatus:
+        """State of that operation, after at most ``wait_s`` seconds."""
+        return self.__serving().poll(key, wait_s)
+
+    def abort_checkpoint(self, reason: str) -> None:
+        """Give up what is running; the rollout keeps its old weights if no byte of them was overwritten."""
+        if self.__twinkle_serving is not None:
+            self.__twinkle_serving.abort(reason)
+
+    # --- asked by anyone ---------------------------------------------------------------------------------------
+
+    def weights_version(self) -> int:
+        """Version of the weights that are held; 0 before the first sync."""
+        return self.__serving().version
+
+    def checkpoint_status(self) -> RolloutStatus:
+        """Version, contents and state. Never waits."""
+        return self.__serving().status()
+
+    def weights_digest(self, names: list[str] | None = None) -> dict[str, str]:
+        """``{name: sha256}`` of what the engine really holds, read back tensor by tensor and over all its workers.
+
+        A tensor that cannot be read back has the value ``"unverifiable"``. Names are the trainer's.
+
+        Raises:
+            SyncError: no sync has reached this rollout yet.
+            UnsupportedActor: called on an async actor's event loop; use ``manager.verify()`` there.
+        """
+        held = self.__serving().run("digest", {"names": names}, self.checkpoint_timeout_s)
+        return {name: digest for name, (_, digest) in held.items()}
+
+    # --- the seeds' surface, blocking --------------------------------------------------------------------------
+
+    def prepare_checkpoint_engine(self, is_master: bool = False) -> None:
+        """Look at the engine. A rollout is never the master.
+
+        Raises:
+            UnsupportedActor: ``is_master``, or the actor holds nothing that can be loaded into.
+        """
+        if is_master:
+            raise UnsupportedActor("a rollout cannot be the master; rank 0 is the first trainer")
+        self.__serving()
+
+    def init_checkpoint_process_group(
+        self, rank: int, world_size: int, master_metadata: Any = None, timeout_s: float | None = None
+    ) -> None:
+        """Join the group as the one rank ``rank``, within ``timeout_s`` seconds.
+
+        Raises:
+            UnsupportedActor: the engine has several workers; only the manager gives each of them a rank.
+        """
+        serving = self.__serving()
+        if serving.target.workers != 1:
+            raise UnsupportedActor(
+                f"this engine has {serving.target.workers} workers and was given one rank; drive it with "
+                "twinkle_ray.CheckpointEngineManager"
+            )
+        timeout_s = timeout_s or self.checkpoint_timeout_s
+        rendezvous = rendezvous_of(master_metadata, None)
+        if rendezvous is None:
+            raise UnsupportedActor("a rollout needs the master's metadata to join the group")
+        request = {
+            "first_rank": rank,
+            "world_size": world_size,
+            "rendezvous": asdict(rendezvous),
+            "timeout_s": timeout_s,
+        }
+        serving.run("connect", request, timeout_s)
+
+    def receive_checkpoint_weights(
+        self, base_sync_done: bool = False, peft_config: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Receive one sync whose manifest comes in band, and load it.
+
+        Args:
+            base_sync_done: accepted for the seeds' driver; what is held is known here.
+            peft_config: an adapter follows; not there yet.
+            timeout_s: seconds after which this ends with :class:`~twinkle_ray.errors.SyncTimeout`.
+        """
+        if peft_config is not None:
+            raise UnsupportedModel("receiving only an adapter is not supported yet; sync merged")
+        timeout_s = timeout_s or self.checkpoint_timeout_s
+        result: dict[str, Any] = self.__serving().run("receive_announced", {"timeout_s": timeout_s}, timeout_s)
+        return result
+
+    def finalize_checkpoint_engine(self, leave: bool = False) -> None:
+        """End of one sync. The group is kept for the next one unless ``leave``."""
+        if leave and self.__twinkle_serving is not None:
+            self.__twinkle_serving.run("leave", {}, 30.0)
+
+    def sleep_checkpoint(self, level: int = 1) -> tuple[str, ...]:
+        """Put the engine to sleep; the tags that sleep now."""
+        result: tuple[str, ...] = self.__serving().run("sleep", {"level": level}, self.checkpoint_timeout_s)
+        return result
+
+    def wake_up_checkpoint(self, tags: list[str] | None = None) -> tuple[str, ...]:
+        """Wake the engine, all of it or these tags; the tags that still sleep."""
+        result: tuple[str, ...] = self.__serving().run("wake_up", {"tags": tags}, self.checkpoint_timeout_s)
+        return result
+
+    def __serving(self) -> Serving:
+        held = self.checkpoint_target()
+        # An engine that was made anew holds none of the weights that its forerunner had.
+        if self.__twinkle_serving is None or self.__twinkle_held is not held:
+            self.__twinkle_held = held
+            self.__twinkle_serving = Serving(target_for(held, self.__advance))
+        return self.__twinkle_serving
+
+    def __advance(self, seconds: float) -> None:
+        if self.__twinkle_serving is not None:
+            self.__twinkle_serving.advance(seconds)

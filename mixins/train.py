@@ -1,0 +1,158 @@
+"""The mixin for actors that train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from twinkle_ray.checkpoint_engine import DEFAULT_TIMEOUT_S, metadata_of, rendezvous_of
+from twinkle_ray.errors import UnsupportedActor, UnsupportedModel
+from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
+from twinkle_ray.sources import NamedWeights
+from twinkle_ray.training import Training
+from twinkle_ray.types import TrainerStatus
+
+
+class TrainActorMixin:
+    """Gives a trainer actor the methods that :class:`~twinkle_ray.CheckpointEngineManager` calls.
+
+    Inherit it beside whatever the actor is. The weights are those of ``self.model``; override
+    :meth:`checkpoint_model` or :meth:`named_weights` if they are elsewhere. The methods are plain ones, so they work in
+    actors of every kind; those with the seeds' names block, within their deadline.
+    """
+
+    checkpoint_bucket_size: int = DEFAULT_BUCKET_SIZE
+    """Bytes of one chunk at most, where the caller does not say (driven without our manager)."""
+    checkpoint_timeout_s: float = DEFAULT_TIMEOUT_S
+    """Seconds that one blocking call may take, where the caller does not say."""
+    checkpoint_backend: str | None = None
+    """``TWINKLE_GLOO`` ... where the caller does not say; ``None``: the one for the model's device."""
+
+    __twinkle_training: Training | None = None
+
+    def checkpoint_model(self) -> torch.nn.Module:
+        """The module whose parameters and persistent buffers are synced. Default: ``self.model``."""
+        model = getattr(self, "model", None)
+        if not isinstance(model, torch.nn.Module):
+            raise UnsupportedActor(
+                f"{type(self).__name__} has no torch module in self.model; set it, or override checkpoint_model() or "
+                "named_weights()"
+            )
+        return model
+
+    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]] | None:
+        """Override to send something else than a module's weights.
+
+        Called on every trainer rank at each sync, and anew whenever the weights are walked; yields ``(name, tensor)``
+        in one order. ``None``, the default, means :meth:`checkpoint_model`.
+        """
+        return None
+
+    def checkpoint_status(self) -> TrainerStatus:
+        """Digest, sizes, device and group of this trainer; raises if its weights cannot be sent."""
+        return self.__training().status()
+
+    def checkpoint_manifest(self) -> list[Any]:
+        """Names, shapes, dtypes and kinds of what is sent, in JSON form."""
+        return self.__training().manifest()
+
+    def agree_checkpoint(self, digest: str, dtypes: tuple[str, ...]) -> str:
+        """Fix the wire dtypes for the manifest with this digest; returns the wire manifest's digest."""
+        return self.__training().agree(digest, dtypes)
+
+    def prepare_checkpoint_engine(
+        self, is_master: bool, backend: str | None = None, fresh: bool = False
+    ) -> dict[str, Any] | None:
+        """On the master: open the place where the group meets, and return its metadata; else ``None``.
+
+        A group that is sound is kept, and its metadata returned again, unless ``fresh`` asks for a new one.
+        """
+        training = self.__training()
+        if not is_master:
+            return None
+        return metadata_of(training.endpoint.open_meeting(self.__backend(backend), fresh=fresh))
+
+    def init_checkpoint_process_group(
+        self, rank: int, world_size: int, master_metadata: Any = None, timeout_s: float | None = None
+    ) -> None:
+        """Join the group, within ``timeout_s`` seconds. Rank -1 is not in it and only takes part in gathers."""
+        training = self.__training()
+        rendezvous = rendezvous_of(master_metadata, training.endpoint) if rank >= 0 else None
+        if rendezvous is None:
+            training.rank = None
+            return
+        training.connect(rank, world_size, rendezvous, timeout_s or self.checkpoint_timeout_s)
+
+    def send_checkpoint_weights(
+        self,
+        adapter_only: bool = False,
+        *,
+        digest: str | None = None,
+        bucket_size: int | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Send the weights; returns once the last byte has been read from this trainer's memory.
+
+        Args:
+            adapter_only: send only the LoRA adapter; not there yet.
+            digest: of the agreed wire manifest; ``None``: the manifest is sent in band first.
+            bucket_size: bytes of one chunk at most.
+            timeout_s: seconds after which this ends with :class:`~twinkle_ray.errors.SyncTimeout`.
+        """
+        if adapter_only:
+            raise UnsupportedModel("adapter_only=True: sending only the adapter is not supported yet; sync merged")
+        bucket_size = bucket_size or self.checkpoint_bucket_size
+        timeout_s = timeout_s or self.checkpoint_timeout_s
+        if digest is None:
+            return self.__training().send_announced(bucket_size, timeout_s)
+        return self.__training().send(digest, bucket_size, timeout_s)
+
+    def finalize_checkpoint_engine(self, leave: bool = False) -> None:
+        """End of one sync. The group is kept for the next one unless ``leave``."""
+        if leave and self.__twinkle_training is not None:
+            self.__twinkle_training.endpoint.leave()
+
+    def abort_checkpoint(self, reason: str) -> None:
+        """Give the group up, from whatever state."""
+        if self.__twinkle_training is not None:
+            self.__twinkle_training.endpoint.abort(reason)
+
+    def merge_lora(self) -> None:
+        """What is sent next has the adapter merged. A model without an adapter is sent as it is."""
+
+    def unmerge_lora(self) -> None:
+        """What is sent next is plain."""
+
+    def get_peft_config_dict(self) -> dict[str, Any] | None:
+        """The adapter's configuration; ``None``: the model has no adapter."""
+        return None
+
+    def weights_digest(
+        self, names: list[str] | None = None, digest: str | None = None, dtypes: tuple[str, ...] | None = None
+    ) -> dict[str, str]:
+        """``{name: sha256}`` of the weights as they are sent. Collective over the ranks of a sharded trainer.
+
+        Args:
+            names: only these; ``None``: all.
+            digest, dtypes: of the manifest to digest by and its wire dtypes; ``None``: the trainer's own.
+        """
+        return self.__training().digests(names, digest, dtypes)
+
+    def __weights(self) -> torch.nn.Module | NamedWeights:
+        # A generator function runs nothing yet when it is called.
+        return self.checkpoint_model() if self.named_weights() is None else self.__named
+
+    def __named(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.named_weights() or ()
+
+    def __training(self) -> Training:
+        if self.__twinkle_training is None:
+            self.__twinkle_training = Training(self.__weights)
+        return self.__twinkle_training
+
+    def __backend(self, asked: str | None) -> str:
+        from twinkle_ray.backends import backend_for
+
+        return asked or self.checkpoint_backend or backend_for(self.__training().endpoint.device.type)

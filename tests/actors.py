@@ -1,0 +1,103 @@
+"""Actors and models that the tests share: TinyLM in its variants, a trainer, a rollout with a plain module."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from typing import Any
+
+import ray
+import torch
+
+from twinkle_ray.mixins import RolloutActorMixin, TrainActorMixin
+
+
+class TinyLM(torch.nn.Module):
+    """Embedding, two blocks, head; a float32 buffer, an int64 buffer, a parameter that is stored transposed."""
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32, tied: bool = False, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = torch.nn.Embedding(32, width, dtype=dtype)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleDict({n: torch.nn.Linear(width, width, bias=n == "q", dtype=dtype) for n in "qkvo"})
+            for _ in range(2)
+        )
+        self.norm = torch.nn.LayerNorm(width, dtype=dtype)
+        self.lm_head = torch.nn.Linear(width, 32, bias=False, dtype=dtype)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+        self.turned = torch.nn.Parameter(torch.randn(6, width, dtype=dtype).t())
+        self.big = torch.nn.Parameter(torch.randn(3, 40 * width, dtype=dtype))
+        self.register_buffer("gate_bias", torch.randn(width))
+        self.register_buffer("table", torch.arange(8) + seed)
+        self.register_buffer("scratch", torch.randn(4), persistent=False)
+
+
+def digests(module: torch.nn.Module) -> dict[str, str]:
+    """SHA-256 of every tensor of ``state_dict()``, by hashlib over numpy bytes: not our code."""
+    return {
+        name: hashlib.sha256(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, value in module.state_dict().items()
+    }
+
+
+def open_things() -> dict[str, int]:
+    """What this process holds that could leak."""
+    return {"threads": threading.active_count(), "fds": len(os.listdir("/proc/self/fd"))}
+
+
+class TrainerBase(TrainActorMixin):
+    def __init__(self, seed: int = 0, **model: Any) -> None:
+        torch.set_num_threads(1)
+        self.model: torch.nn.Module = TinyLM(seed, **model)
+
+    def step(self, seed: int) -> None:
+        """Change every parameter and buffer."""
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for value in self.model.state_dict().values():
+                value.copy_(torch.randn(value.shape) * 10)
+
+    def digests(self) -> dict[str, str]:
+        return digests(self.model)
+
+    def things(self) -> dict[str, int]:
+        return open_things()
+
+    def ping(self) -> float:
+        return time.time()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def call(self, function: Any) -> Any:
+        """Run a test's function on the actor itself."""
+        return function(self)
+
+
+class RolloutBase(RolloutActorMixin):
+    def __init__(self, seed: int = 1000, **model: Any) -> None:
+        torch.set_num_threads(1)
+        self.model: torch.nn.Module = TinyLM(seed, **model)
+
+    def digests(self) -> dict[str, str]:
+        return digests(self.model)
+
+    def things(self) -> dict[str, int]:
+        return open_things()
+
+    def ping(self) -> float:
+        return time.time()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def call(self, function: Any) -> Any:
+        return function(self)
+
+
+Trainer = ray.remote(num_cpus=0.1)(TrainerBase)
+Rollout = ray.remote(num_cpus=0.1)(RolloutBase)

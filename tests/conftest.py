@@ -1,0 +1,72 @@
+"""Environment of all tests, and the one local Ray that they share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before anything imports ray, torch or vllm: they read these at import, and Ray's processes inherit them.
+# Ray binds all interfaces on Linux even when it is told 127.0.0.1, unless the first one is 0.
+# Without RAY_AUTH_TOKEN it writes a token into the home folder.
+_DEFAULTS = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "twinkle_ray_tests" / "vllm"),
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+for _name, _value in _DEFAULTS.items():
+    os.environ.setdefault(_name, _value)
+# A driver must start its own Ray here, not join whatever the shell points at.
+for _name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_NAMESPACE"):
+    os.environ.pop(_name, None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    Path(os.environ["VLLM_CACHE_ROOT"]).mkdir(parents=True, exist_ok=True)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[str]:
+    """A local Ray with eight logical CPUs, started once; the value is its address.
+
+    Actors outlive a test that forgets them, so tests kill what they start.
+    """
+    import ray
+
+    # Unix sockets lie below it and their paths may have 107 characters: hence /tmp and not pytest's tmp_path.
+    temp_dir = Path(tempfile.mkdtemp(prefix="tw-", dir="/tmp"))
+    try:
+        ray.init(
+            num_cpus=8,
+            num_gpus=0,
+            include_dashboard=False,
+            namespace=f"test-{uuid.uuid4().hex[:8]}",
+            logging_level=logging.WARNING,
+            _temp_dir=str(temp_dir),
+        )
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+        shutil.rmtree(temp_dir, ignore_errors=True)

@@ -1,0 +1,525 @@
+"""Runs of real vLLM that write down what they saw, as JSON: ``python probes.py CHECKPOINTS OUT NAME [ARGS]``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import models
+
+from twinkle_ray.digest import assemble
+from twinkle_ray.errors import ReplicaUnavailable, TwinkleRayError
+from twinkle_ray.manifest import Manifest, TensorMeta
+from twinkle_ray.types import Deadline
+from twinkle_ray.vllm.engine import adapt
+from twinkle_ray.vllm.loading import EngineSink
+from twinkle_ray.vllm.placement import record
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 32 << 20,
+}
+
+
+def llm_of(checkpoint: Path, **more: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(model=str(checkpoint), **ENGINE, **more)
+
+
+def generate(llm: Any, new_tokens: int = models.NEW_TOKENS) -> list[Any]:
+    """``[finish reason, token ids]`` per prompt."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    outputs = llm.generate(models.PROMPTS, params, use_tqdm=False)
+    return [[o.outputs[0].finish_reason, list(o.outputs[0].token_ids)] for o in outputs]
+
+
+def tokens(llm: Any) -> list[list[int]]:
+    return [ids for _, ids in generate(llm)]
+
+
+def manifest_of(tensors: dict[str, torch.Tensor]) -> Manifest:
+    """As a trainer would send it: a tied head is an alias of the embedding."""
+    tied = "lm_head.weight" not in tensors
+    return Manifest(
+        tuple(
+            TensorMeta(
+                name=name,
+                shape=tuple(t.shape),
+                dtype="float32",
+                aliases=("lm_head.weight",) if tied and name == "model.embed_tokens.weight" else (),
+            )
+            for name, t in tensors.items()
+        )
+    )
+
+
+def load(sink: EngineSink, tensors: dict[str, torch.Tensor], *, batch: int = 5, batches: int | None = None) -> Any:
+    """One sync through the sink; with ``batches`` it stops after so many and is abandoned."""
+    manifest = manifest_of(tensors)
+    sink.begin(manifest)
+    filled = []
+    for meta in manifest:
+        buffer = sink.buffer(meta, torch.device("cpu"))
+        filled.append((meta, buffer.copy_(tensors[meta.name])))
+    starts = list(range(0, len(filled), batch))
+    for start in starts[:batches]:
+        sink.ready(filled[start : start + batch])
+    if batches is not None:
+        sink.abandon()
+        return None
+    return asdict(sink.finish())
+
+
+def checkpoint_digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Not ours: ``hashlib`` over numpy's bytes."""
+    return {name: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
+
+
+def in_process(root: Path, kind: str) -> dict[str, Any]:
+    """One architecture, worker in this process: three syncs, one given up, and manifests that do not fit."""
+    llm = llm_of(root / f"{kind}-0")
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    model = worker.model_runner.get_model()
+    sink = EngineSink(worker)
+    facts: dict[str, Any] = {
+        "extension": llm.llm_engine.vllm_config.parallel_config.worker_extension_cls,
+        "before": tokens(llm),
+        "syncs": [],
+        "describe": sink.describe(),
+    }
+    for seed in models.SEEDS[1:]:
+        tensors = models.tensors(root / f"{kind}-{seed}")
+        agreement = sink.agree(manifest_of(tensors))
+        report = load(sink, tensors)
+        llm.llm_engine.reset_prefix_cache()
+        pieces, unverifiable = sink.pieces(manifest_of(tensors), None)
+        facts["syncs"].append(
+            {
+                "seed": seed,
+                "agreement": asdict(agreement),
+                "report": report,
+                "tokens": tokens(llm),
+                "held": {p.name: p.sha256 for p in pieces},
+                "sent": checkpoint_digests(tensors),
+                "unverifiable": unverifiable,
+            }
+        )
+    last = models.tensors(root / f"{kind}-{models.SEEDS[-1]}")
+    load(sink, models.tensors(root / f"{kind}-1"), batches=2)
+    facts["meta_after_abandon"] = [n for n, p in model.named_parameters() if p.is_meta]
+    load(sink, last)
+    llm.llm_engine.reset_prefix_cache()
+    facts["healed"] = tokens(llm)
+
+    frozen = {n: (p.data_ptr(), p.detach().clone()) for n, p in model.named_parameters()}
+    facts["misfits"] = {}
+    for name, change in MISFITS.items():
+        changed = dict(last)
+        change(changed)
+        facts["misfits"][name] = asdict(sink.agree(manifest_of(changed)))
+    now = dict(model.named_parameters())
+    facts["unchanged"] = list(now) == list(frozen) and all(
+        now[n].data_ptr() == address and torch.equal(now[n], value) for n, (address, value) in frozen.items()
+    )
+    if kind == "llama":
+        facts["odd"] = odd_loaders(llm.llm_engine.vllm_config)
+        facts["foreign_extension"] = foreign_extension()
+    return facts
+
+
+def _everything_wrong(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.nonsense.weight"] = torch.zeros(3)
+    tensors["banana"] = torch.zeros(3)
+    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(32, 128)  # too small
+    tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(130, 128)  # too large, which vLLM cuts silently
+    tensors["model.norm.weight"] = torch.zeros(1)
+    del tensors["model.layers.1.self_attn.v_proj.weight"]  # a part of a fused parameter
+    del tensors["model.layers.1.post_attention_layernorm.weight"]
+
+
+def _other_names(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[f"module.{name}"] = tensors.pop(name)
+
+
+def _own_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = torch.zeros(models.VOCAB, 128)
+
+
+MISFITS = {
+    "several": _everything_wrong,
+    "prefix": _other_names,
+    "empty": lambda tensors: tensors.clear(),
+    "own head": _own_head,
+}
+
+
+class Odd(torch.nn.Module):
+    """Loaders that do what loaders may do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("plain", "derived", "scaled", "rebound", "read", "transposed", "padded", "each", "never"):
+            self.register_parameter(name, torch.nn.Parameter(torch.full((4, 6), 7.0), requires_grad=False))
+        self.register_parameter("gone", torch.nn.Parameter(torch.empty(0), requires_grad=False))
+
+    def load_weights(self, weights: Any) -> None:
+        for name, value in weights:
+            parameter = getattr(self, name)  # AttributeError: unknown
+            if name == "plain":
+                parameter.data.copy_(value)
+            elif name == "derived":
+                parameter.data.copy_(-torch.exp(value))
+            elif name == "scaled":
+                parameter.data.copy_(value)
+                parameter.data.mul_(2)
+            elif name == "rebound":
+                parameter.data = torch.zeros(4, 6)
+            elif name == "read":
+                parameter.data.fill_(value.sum().item())
+            elif name == "transposed":
+                parameter.data.copy_(value.t())
+            elif name == "padded":
+                parameter.data[:3].copy_(value)
+                parameter.data[3:].fill_(0)
+            elif name == "each":
+                torch._foreach_copy_([parameter.data], [value])
+            elif name == "gone":
+                assert parameter.shape == value.shape, "no room"
+
+
+def odd_loaders(vllm_config: Any) -> dict[str, Any]:
+    """What the recorder makes of :class:`Odd`."""
+    model = Odd()
+    shapes = {"transposed": (6, 4), "padded": (3, 6)}
+    names = [n for n, _ in model.named_parameters() if n != "never"] + ["unheard"]
+    manifest = Manifest(tuple(TensorMeta(name=n, shape=shapes.get(n, (4, 6)), dtype="float32") for n in names))
+    placement = record(model, manifest, vllm_config)
+    source = torch.arange(24.0).reshape(6, 4)
+    (turned,) = placement.destinations["transposed"]
+    turned.dest.copy_(turned.source(source))
+    return {
+        "destinations": sorted(placement.destinations),
+        "indirect": placement.indirect,
+        "unknown": placement.unknown,
+        "mismatched": placement.mismatched,
+        "missing": placement.missing,
+        "transposed": torch.equal(model.transposed.data, source.t()) and not turned.whole,
+        "whole": placement.destinations["plain"][0].whole and placement.destinations["plain"][0].contiguous,
+        "sevens": all(bool((getattr(model, n) == 7).all()) for n in names if n not in ("transposed", "unheard")),
+    }
+
+
+def foreign_extension() -> str:
+    """An engine argument that the user gave stays as he gave it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from twinkle_ray.vllm import plugin
+
+    plugin.register()
+    plugin.register()
+    patched = EngineArgs.create_engine_config
+    given = SimpleNamespace(worker_extension_cls="mine.Extension")
+    # vLLM's own method goes on with what this stand-in lacks.
+    with contextlib.suppress(AttributeError):
+        patched(given)
+    assert not hasattr(getattr(patched, plugin._MARK), plugin._MARK), "patched twice"
+    return given.worker_extension_cls
+
+
+def layerwise(root: Path) -> dict[str, Any]:
+    """The CPU build as it comes: linears are packed away, so vLLM's own reload is the way."""
+    llm = llm_of(root / "llama-0")
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    model = worker.model_runner.get_model()
+    sink = EngineSink(worker)
+    first, last = models.tensors(root / "llama-1"), models.tensors(root / "llama-2")
+    facts: dict[str, Any] = {"agreement": asdict(sink.agree(manifest_of(first))), "tokens": {}}
+    facts["report"] = load(sink, first)
+    llm.llm_engine.reset_prefix_cache()
+    facts["tokens"]["1"] = tokens(llm)
+    changed = dict(last)
+    _everything_wrong(changed)
+    facts["misfit"] = asdict(sink.agree(manifest_of(changed)))
+    load(sink, last, batch=2, batches=3)
+    facts["meta_after_abandon"] = [n for n, p in model.named_parameters() if p.is_meta]
+    load(sink, last, batch=2)
+    llm.llm_engine.reset_prefix_cache()
+    facts["tokens"]["2"] = tokens(llm)
+    pieces, unverifiable = sink.pieces(manifest_of(last), None)
+    facts["pieces"], facts["unverifiable"], facts["names"] = len(pieces), unverifiable, list(last)
+    return facts
+
+
+def load_here(worker: Any, checkpoint: str) -> Any:
+    """Runs in a worker process: one sync, then what is held."""
+    worker = vars(worker).get("worker") or worker
+    sink = EngineSink(worker)
+    tensors = models.tensors(Path(checkpoint))
+    agreement = sink.agree(manifest_of(tensors))
+    load(sink, tensors)
+    pieces, unverifiable = sink.pieces(manifest_of(tensors), None)
+    return agreement.problems, pieces, unverifiable
+
+
+def tensor_parallel(root: Path, kind: str) -> dict[str, Any]:
+    """Two worker processes, each with its shards."""
+    llm = llm_of(root / f"{kind}-0", tensor_parallel_size=2)
+    answers = llm.llm_engine.collective_rpc(load_here, args=(str(root / f"{kind}-1"),))
+    llm.llm_engine.reset_prefix_cache()
+    digests, partial = assemble([pieces for _, pieces, _ in answers])
+    engine = adapt(llm)
+    assert engine is not None
+    return {
+        "kind": engine.kind,
+        "workers": engine.workers,
+        "ranks": [d["tp_rank"] for d in now(engine.call("describe", timeout_s=20))],
+        "problems": [problems for problems, _, _ in answers],
+        "unverifiable": [names for _, _, names in answers],
+        "partial": partial,
+        "cut": sorted({p.name for _, pieces, _ in answers for p in pieces if p.data is not None}),
+        "held": digests,
+        "sent": checkpoint_digests(models.tensors(root / f"{kind}-1")),
+        "tokens": tokens(llm),
+    }
+
+
+def now(coroutine: Any) -> Any:
+    """Run a coroutine that must not suspend."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("it suspended")
+
+
+def error_of(call: Any) -> list[str]:
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+LONG = 200
+
+
+class Client(threading.Thread):
+    """A user's call of ``llm.generate`` in another thread of the actor; ``heard`` is what came of it."""
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__(daemon=True)
+        self.llm, self.heard = llm, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.heard = [[reason, len(ids)] for reason, ids in generate(self.llm, LONG)]
+        except Exception as error:
+            self.heard = [type(error).__name__, str(error)]
+
+    def outcome(self) -> Any:
+        self.join(30)
+        return "hangs" if self.is_alive() else self.heard
+
+
+def llm_engine(root: Path) -> dict[str, Any]:
+    """The adapter and its door over a ``vllm.LLM`` with users in other threads."""
+    llm = llm_of(root / "llama-0")
+    own = sorted(vars(llm.llm_engine))
+    engine = adapt(llm, wait_s=20.0)
+    assert engine is not None
+    facts: dict[str, Any] = {
+        "kind": engine.kind,
+        "workers": engine.workers,
+        "loop": engine.loop is None,
+        "same": adapt(llm) is engine,
+        "stranger": adapt(object()) is None,
+        "describe": now(engine.call("describe", timeout_s=20)),
+        "typed error": error_of(lambda: now(engine.call("pieces", None, timeout_s=20))),
+        "other error": error_of(lambda: now(engine.call("nonsense", timeout_s=20))),
+        "private": error_of(lambda: now(engine.call("_manifests", timeout_s=20))),
+        "asleep": [now(engine.asleep())],
+    }
+    alone = [[reason, len(ids)] for reason, ids in generate(llm, LONG)]
+    facts["undisturbed"] = alone
+    for mode in ("wait", "abort", "keep"):
+        client = Client(llm)
+        time.sleep(0.1)
+        now(engine.pause(mode, Deadline.after(20)))
+        newcomer = Client(llm)
+        time.sleep(0.3)
+        early, later = client.heard, newcomer.heard
+        now(engine.after_load())
+        now(engine.resume())
+        facts[mode] = {"early": early, "newcomer": later, "late": [client.outcome(), newcomer.outcome()]}
+    client = Client(llm)
+    time.sleep(0.05)
+    facts["deadline"] = error_of(lambda: now(engine.pause("wait", Deadline.after(0.01))))
+    facts["serves on"] = client.outcome()
+    client = Client(llm)
+    time.sleep(0.05)
+    now(engine.pause("keep", Deadline.after(20)))
+    waiting = Client(llm)
+    time.sleep(0.05)
+    now(engine.refuse(ReplicaUnavailable("poisoned")))
+    facts["refused"] = [client.outcome(), waiting.outcome(), Client(llm).outcome()]
+    now(engine.pause("wait", Deadline.after(20)))
+    engine.door.wait_s = 0.2
+    facts["impatient"] = Client(llm).outcome()
+    now(engine.after_load())
+    now(engine.resume())
+    facts["healed"] = Client(llm).outcome()
+    now(engine.pause("wait", Deadline.after(20)))
+    slices = []
+
+    def advance(seconds: float) -> None:
+        slices.append(seconds)
+        if len(slices) == 3:
+            now(engine.resume())
+
+    adapt(llm, advance=advance)
+    facts["single thread"] = [[reason, len(ids)] for reason, ids in generate(llm, LONG)]
+    engine.door.advance = None
+    now(engine.sleep(1))
+    facts["asleep"].append(now(engine.asleep()))
+    now(engine.wake_up(["weights"]))
+    now(engine.pause("wait", Deadline.after(20)))
+    now(engine.resume())
+    facts["asleep"].append(now(engine.asleep()))
+    now(engine.wake_up(["kv_cache"]))
+    facts["asleep"].append(now(engine.asleep()))
+    facts["awake"] = Client(llm).outcome()
+    engine.detach()
+    # What vLLM keeps for itself meanwhile (cached tasks) is no trace of ours.
+    facts["traces"] = [n for n in vars(llm.llm_engine) if n not in own and not n.startswith("_")]
+    facts["detached"] = Client(llm).outcome()
+    llm.llm_engine.vllm_config.parallel_config.worker_extension_cls = ""
+    bare = adapt(llm)
+    assert bare is not None
+    facts["without extension"] = error_of(lambda: now(bare.call("describe", timeout_s=20)))
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        bare.detach()
+        parallel = llm.llm_engine.vllm_config.parallel_config
+        was = getattr(parallel, name)
+        setattr(parallel, name, 2)
+        facts[name] = error_of(lambda: adapt(llm))
+        setattr(parallel, name, was)
+    return facts
+
+
+def async_llm(root: Path) -> dict[str, Any]:
+    return asyncio.run(_async_llm(root))
+
+
+async def _async_llm(root: Path) -> dict[str, Any]:
+    """The adapter over a ``vllm.AsyncLLM``."""
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(root / "llama-0"), **ENGINE))
+    engine = adapt(llm, wait_s=20.0)
+    assert engine is not None
+    numbers = iter(range(10_000))
+
+    async def one(prompt: str) -> Any:
+        params = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
+        try:
+            async for output in llm.generate(prompt, params, f"request-{next(numbers)}"):
+                last = output
+        except TwinkleRayError as error:
+            return [type(error).__name__, str(error)]
+        return [last.outputs[0].finish_reason, len(last.outputs[0].token_ids)]
+
+    async def client() -> Any:
+        return await asyncio.gather(*map(one, models.PROMPTS))
+
+    facts: dict[str, Any] = {
+        "kind": engine.kind,
+        "workers": engine.workers,
+        "loop": engine.loop is asyncio.get_running_loop(),
+        "describe": await engine.call("describe", timeout_s=20),
+        "asleep": [await engine.asleep()],
+        "undisturbed": await client(),
+    }
+    try:
+        await engine.call("pieces", None, timeout_s=20)
+    except TwinkleRayError as error:
+        facts["typed error"] = [type(error).__name__, str(error)]
+    for mode in ("wait", "abort", "keep"):
+        task = asyncio.create_task(client())
+        await asyncio.sleep(0.1)
+        await engine.pause(mode, Deadline.after(20))
+        newcomer = asyncio.create_task(client())
+        await asyncio.sleep(0.3)
+        early, later = task.done() and task.result(), newcomer.done()
+        await engine.after_load()
+        await engine.resume()
+        facts[mode] = {"early": early or None, "newcomer": later or None, "late": [await task, await newcomer]}
+    task = asyncio.create_task(client())
+    await asyncio.sleep(0.05)
+    try:
+        await engine.pause("wait", Deadline.after(0.01))
+    except TwinkleRayError as error:
+        facts["deadline"] = [type(error).__name__, str(error)]
+    facts["serves on"] = await task
+    task = asyncio.create_task(one("running"))
+    await asyncio.sleep(0.05)
+    await engine.pause("keep", Deadline.after(20))
+    waiting = asyncio.create_task(one("waiting"))
+    await asyncio.sleep(0.05)
+    await engine.refuse(ReplicaUnavailable("poisoned"))
+    facts["refused"] = [await task, await waiting, await one("new")]
+    await engine.pause("wait", Deadline.after(20))
+    engine.wait_s = 0.2
+    facts["impatient"] = await one("closed")
+    await engine.after_load()
+    await engine.resume()
+    facts["healed"] = await client()
+    await engine.sleep(1)
+    facts["asleep"].append(await engine.asleep())
+    await engine.wake_up(["weights"])
+    await engine.pause("wait", Deadline.after(20))
+    await engine.resume()
+    facts["asleep"].append(await engine.asleep())
+    await engine.wake_up(["kv_cache"])
+    facts["asleep"].append(await engine.asleep())
+    facts["awake"] = await client()
+    engine.detach()
+    facts["traces"] = [n for n in ("generate", "encode", "sleep", "wake_up") if n in vars(llm)]
+    facts["detached"] = await client()
+    llm.shutdown()
+    return facts
+
+
+PROBES = {
+    "in_process": in_process,
+    "layerwise": layerwise,
+    "tensor_parallel": tensor_parallel,
+    "llm": llm_engine,
+    "child": llm_engine,
+    "async": async_llm,
+}
+
+if __name__ == "__main__":
+    checkpoints, out, probe, *rest = sys.argv[1:]
+    Path(out).write_text(json.dumps(PROBES[probe](Path(checkpoints), *rest)))

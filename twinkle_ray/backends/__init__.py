@@ -1,0 +1,115 @@
+"""Groups for ``ray.util.collective``: which there are, whether they can work here, and how one is made and unmade.
+
+Ray's own names (NCCL, GLOO) are taken, so ours have a prefix. Registration is per process and is done by
+:func:`create_group`. In a Ray worker a group goes through Ray's API and is found there by its name; a process that is
+no Ray worker (vLLM's child, a test) makes the same class directly.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+import ray
+from ray.util import collective as _ray_collective
+from ray.util.collective.backend_registry import _global_registry, register_collective_backend
+
+from twinkle_ray.backends.base import SyncGroup
+from twinkle_ray.backends.rendezvous import Meeting, unique_group_name
+from twinkle_ray.errors import BackendUnavailable, ConfigError
+
+__all__ = [
+    "GLOO",
+    "NCCL",
+    "Meeting",
+    "SyncGroup",
+    "backend_for",
+    "create_group",
+    "destroy_group",
+    "group_class",
+    "register",
+    "require",
+    "unique_group_name",
+]
+
+GLOO = "TWINKLE_GLOO"
+NCCL = "TWINKLE_NCCL"
+
+_CLASSES: dict[str, tuple[str, str]] = {
+    GLOO: ("twinkle_ray.backends.gloo", "GlooGroup"),
+    NCCL: ("twinkle_ray.backends.nccl", "NcclGroup"),
+}
+_BY_DEVICE = {"cpu": GLOO, "cuda": NCCL}
+
+collective: Any = _ray_collective  # half of its functions are not annotated
+
+
+def group_class(name: str) -> type[SyncGroup]:
+    """The class of a backend; importing it needs no device and no optional package.
+
+    Raises:
+        ConfigError: no such backend.
+    """
+    if name not in _CLASSES:
+        raise ConfigError(f"there is no backend {name!r}; there are {', '.join(sorted(_CLASSES))}")
+    module, attribute = _CLASSES[name]
+    return cast(type[SyncGroup], getattr(importlib.import_module(module), attribute))
+
+
+def backend_for(device_type: str) -> str:
+    """The backend that moves tensors on devices of this type (``cpu``, ``cuda``).
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if device_type not in _BY_DEVICE:
+        raise ConfigError(f"there is no backend for {device_type!r} devices; there are {', '.join(sorted(_BY_DEVICE))}")
+    return _BY_DEVICE[device_type]
+
+
+def require(name: str) -> None:
+    """Say in one sentence what a backend lacks here.
+
+    Raises:
+        BackendUnavailable: a package or a device is missing; the message says which, and what to install.
+        ConfigError: no such backend.
+    """
+    if (problem := group_class(name).missing()) is not None:
+        raise BackendUnavailable(f"{name} cannot work in this process: {problem}")
+
+
+def register() -> None:
+    """Make our backends known to ``ray.util.collective`` in this process. Idempotent."""
+    for name in _CLASSES:
+        if not _global_registry.is_registered(name):
+            register_collective_backend(name, group_class(name))
+
+
+def create_group(name: str, world_size: int, rank: int, group_name: str) -> SyncGroup:
+    """Make an unconnected group; see :meth:`SyncGroup.connect`.
+
+    Raises:
+        BackendUnavailable: the backend cannot work here.
+        ConfigError: no such backend, a rank outside the world, or a group of that name exists in this process.
+    """
+    require(name)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is not one of a world of {world_size}")
+    if not _in_ray_worker():
+        return group_class(name)(world_size, rank, group_name)
+    register()
+    if collective.is_group_initialized(group_name):
+        raise ConfigError(f"this process has a group named {group_name!r} already")
+    collective.init_collective_group(world_size, rank, name, group_name)
+    return cast(SyncGroup, collective.get_group_handle(group_name))
+
+
+def destroy_group(group: SyncGroup) -> None:
+    """Destroy a group and take it out of Ray's registry. Idempotent."""
+    group.destroy_group()  # first, since Ray's function holds a process-wide lock and this may take a second
+    if _in_ray_worker() and collective.is_group_initialized(group.group_name):
+        collective.destroy_collective_group(group.group_name)
+
+
+def _in_ray_worker() -> bool:
+    return bool(ray.is_initialized() and ray._private.worker.global_worker.mode == ray.WORKER_MODE)

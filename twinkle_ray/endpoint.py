@@ -1,0 +1,247 @@
+"""One endpoint per process that owns parameters: its device, its group and the one thread that works in them.
+
+Collectives block, and a plain Ray actor whose only thread blocks answers nobody. So every operation runs in the
+endpoint's own daemon thread; the actor's thread starts it, waits in slices, and can give it up. A thread that is stuck
+in a collective is never joined: it is left behind with its generation, and the next operation gets a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from twinkle_ray import backends
+from twinkle_ray.backends.base import SyncGroup
+from twinkle_ray.backends.rendezvous import Meeting, unique_group_name
+from twinkle_ray.errors import SyncAborted, SyncError, SyncTimeout
+from twinkle_ray.types import Deadline, OpState, OpStatus, Rendezvous
+
+_LATE_S = 0.4
+"""The group ends by the deadline itself and can say who was missing; only then does the endpoint end the operation."""
+
+
+class Operation:
+    """One piece of work in the endpoint's thread, as its starter sees it."""
+
+    def __init__(self, op: str, deadline: Deadline) -> None:
+        self.op = op
+        self.deadline = deadline
+        self.step = 0
+        self.steps = 0
+        self.touched = False
+        self.seconds: dict[str, float] = {}
+        self.ended = threading.Event()
+        self._lock = threading.Lock()
+        self._state = OpState.RUNNING
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the seconds spent inside to ``seconds[part]``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+    def end(self, *, result: Any = None, error: BaseException | None = None) -> bool:
+        """Fix the outcome; the first one stands. Returns whether this was it."""
+        with self._lock:
+            if self._state is not OpState.RUNNING:
+                return False
+            self._result, self._error = result, error
+            self._state = OpState.FAILED if error is not None else OpState.DONE
+        self.ended.set()
+        return True
+
+    def status(self) -> OpStatus:
+        with self._lock:
+            return OpStatus(
+                op=self.op,
+                state=self._state,
+                step=self.step,
+                steps=self.steps,
+                touched=self.touched,
+                seconds=dict(self.seconds),
+                result=self._result,
+                error=self._error,
+            )
+
+    def outcome(self) -> Any:
+        """Wait for the end (the deadline bounds it) and return the result or raise the error."""
+        self.ended.wait(self.deadline.remaining() + 5.0)
+        status = self.status()
+        if status.state is OpState.RUNNING:
+            raise SyncTimeout(f"{self.op} did not end within {self.deadline.seconds:.1f} s", phase=self.op)
+        if status.error is not None:
+            raise status.error
+        return status.result
+
+
+class _Thread:
+    """A daemon thread that runs one callable after the other on one device."""
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # else the last operation's tensors live until the next one
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def retire(self) -> None:
+        """End after the current callable, whenever that is."""
+        self._work.put(None)
+
+
+class Endpoint:
+    """This process's member of a sync group.
+
+    Args:
+        device: where this process's parameters live. Set as the current device in the thread of every operation.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.group: SyncGroup | None = None
+        self.meeting: Meeting | None = None
+        self.rendezvous: Rendezvous | None = None
+        self._thread: _Thread | None = None
+        self._operation: Operation | None = None
+
+    def open_meeting(self, backend: str, *, fresh: bool = False) -> Rendezvous:
+        """On the rank that will be 0: open the place where the group meets. A sound group is kept and named again,
+        unless ``fresh`` asks for a new one.
+
+        Raises:
+            BackendUnavailable: the backend's package or device is missing here.
+        """
+        if not fresh and self.rendezvous is not None and self.is_sound() and self.rendezvous.backend == backend:
+            return self.rendezvous
+        self.leave()
+        backends.require(backend)
+        self.meeting = Meeting.open(unique_group_name(backend.lower()), backend)
+        return self.meeting.rendezvous
+
+    def is_sound(self) -> bool:
+        """Whether there is a group and nothing is known against it."""
+        return self.group is not None and self.group.failure is None
+
+    def connect(self, rank: int, world_size: int, rendezvous: Rendezvous, deadline: Deadline) -> Operation:
+        """Start to join the group; a no-op if this very group is joined and sound."""
+
+        def work(operation: Operation) -> None:
+            if self.group is not None and self.rendezvous == rendezvous and self.is_sound():
+                return
+            meeting, self.meeting = self.meeting, None
+            if meeting is not None and meeting.rendezvous != rendezvous:
+                meeting.close()
+                meeting = None
+            self._drop_group()
+            backends.require(rendezvous.backend)
+            group = backends.create_group(rendezvous.backend, world_size, rank, rendezvous.group)
+            self.group, self.rendezvous = group, rendezvous
+            group.connect(rendezvous, deadline, meeting)
+
+        return self.start("connect", work, deadline)
+
+    def start(self, op: str, work: Callable[[Operation], Any], deadline: Deadline) -> Operation:
+        """Run ``work(operation)`` in the endpoint's thread. Any error, and the deadline, gives up the group."""
+        if self._operation is not None and not self._operation.ended.is_set():
+            raise SyncError(f"{op} was asked for while {self._operation.op} is running in this process", phase=op)
+        operation = self._operation = Operation(op, deadline)
+        if self._thread is None:
+            self._thread = _Thread("twinkle-endpoint")
+        thread = self._thread
+        timer = threading.Timer(deadline.remaining() + _LATE_S, self._expire, (operation, thread))
+        timer.daemon = True
+        timer.name = "twinkle-deadline"
+
+        def run() -> None:
+            try:
+                with torch.no_grad(), _on(self.device):
+                    result = work(operation)
+            except BaseException as error:
+                # Peers wait in collectives for this rank: tell them before anyone is told here.
+                self._give_up(f"{op}: {type(error).__name__}: {error}")
+                _keep_traceback(error)
+                operation.end(error=error)
+            else:
+                operation.end(result=result)
+            finally:
+                timer.cancel()
+
+        timer.start()
+        thread.submit(run)
+        return operation
+
+    def abort(self, reason: str) -> None:
+        """Give up the running operation and the group, from any thread. Returns within about a second."""
+        operation = self._operation
+        if operation is not None and operation.end(error=SyncAborted(reason, phase=operation.op)):
+            self._abandon_thread()
+        self._give_up(reason)
+
+    def leave(self) -> None:
+        """Leave the group in order, and close what this process opened. Idempotent."""
+        operation = self._operation
+        if operation is not None and not operation.ended.is_set():
+            self.abort("the endpoint is being closed")
+        meeting, self.meeting = self.meeting, None
+        if meeting is not None:
+            meeting.close()
+        self._drop_group()
+        self.rendezvous = None
+        self._abandon_thread()
+
+    def _expire(self, operation: Operation, thread: _Thread) -> None:
+        message = f"{operation.op} did not end within {operation.deadline.seconds:.1f} s"
+        if operation.end(error=SyncTimeout(message, phase=operation.op)):
+            if self._thread is thread:
+                self._abandon_thread()
+            self._give_up(message)
+
+    def _abandon_thread(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.retire()
+
+    def _give_up(self, reason: str) -> None:
+        if self.group is not None:
+            self.group.abort(reason)
+
+    def _drop_group(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            backends.destroy_group(group)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The current device is thread-local; a new thread starts on device 0."""
+    module = getattr(torch, device.type, None)
+    if device.type == "cpu" or module is None:
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = module.device(device)
+    return context
+
+
+def _keep_traceback(error: BaseException) -> None:
+    """Tracebacks do not pickle; keep the text where the driver finds it."""
+    if isinstance(error, SyncError) and not error.cause_traceback and error.__cause__ is not None:
+        error.cause_type = type(error.__cause__).__name__
+        error.cause_traceback = "".join(traceback.format_exception(error.__cause__))
+    elif not isinstance(error, SyncError):
+        with contextlib.suppress(Exception):
+            error.__dict__.setdefault("twinkle_traceback", "".join(traceback.format_exception(error)))

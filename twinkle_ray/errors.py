@@ -1,0 +1,146 @@
+"""Every exception that twinkle_ray raises on purpose.
+
+    TwinkleRayError
+    ├── ConfigError            an argument or a combination of arguments is wrong (also a ValueError)
+    ├── UnsupportedActor       an actor lacks the methods that a sync needs (also a TypeError)
+    ├── UnsupportedModel       a model or an engine that cannot be synced exactly, named with the reason
+    ├── BackendUnavailable     a package or a device that a backend needs is not there
+    ├── ManifestMismatch       trainer and rollout do not agree on names, shapes or dtypes
+    ├── WireError              bytes on the group that are no header of ours
+    ├── ReplicaUnavailable     a rollout was asked to generate while it does not hold one whole version
+    ├── VerifyError            a rollout's digest differs from the trainer's
+    └── SyncError              a sync did not reach its end; says in which phase and because of whom
+        ├── SyncTimeout        a deadline passed (also a TimeoutError)
+        ├── PeerLost           an actor or a worker process died
+        └── SyncAborted        another member of the group failed first
+
+All of them cross process borders: they pickle with their fields, and a cause is kept as text in
+``cause_traceback`` because tracebacks themselves do not travel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "BackendUnavailable",
+    "ConfigError",
+    "ManifestMismatch",
+    "PeerLost",
+    "ReplicaUnavailable",
+    "SyncAborted",
+    "SyncError",
+    "SyncTimeout",
+    "TwinkleRayError",
+    "UnsupportedActor",
+    "UnsupportedModel",
+    "VerifyError",
+    "WireError",
+]
+
+
+def _rebuild(cls: type[TwinkleRayError], message: str, fields: dict[str, Any]) -> TwinkleRayError:
+    error = cls.__new__(cls, message)
+    error.args = (message,)
+    error.__dict__.update(fields)
+    return error
+
+
+class TwinkleRayError(Exception):
+    """Base of all errors of this package. ``str(error)`` is one sentence: what, where, and the mend."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, dict(self.__dict__))
+
+
+class ConfigError(TwinkleRayError, ValueError):
+    """A wrong argument, or arguments that do not go together."""
+
+
+class UnsupportedActor(TwinkleRayError, TypeError):
+    """An actor without the checkpoint-engine methods."""
+
+
+class UnsupportedModel(TwinkleRayError):
+    """A model or engine whose weights cannot be sent or loaded exactly."""
+
+
+class BackendUnavailable(TwinkleRayError, RuntimeError):
+    """A backend whose package or device is missing; the message names both and the extra to install."""
+
+
+class ManifestMismatch(TwinkleRayError):
+    """What the trainer sends is not what the rollout can load. Raised before any byte of weights moves.
+
+    Attributes:
+        problems: one sentence per tensor, all of them (the message lists the first ten).
+    """
+
+    def __init__(self, message: str, *, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+class WireError(TwinkleRayError):
+    """Received bytes that are not a valid header. Never caused by a healthy peer of the same version."""
+
+
+class ReplicaUnavailable(TwinkleRayError, RuntimeError):
+    """A request reached a rollout that is updating for longer than the request may wait, poisoned, or asleep."""
+
+
+class VerifyError(TwinkleRayError):
+    """Digests differ. ``tensor`` is the first name that differs, ``actor`` the rollout that holds it."""
+
+    def __init__(self, message: str, *, tensor: str = "", actor: str = "") -> None:
+        super().__init__(message)
+        self.tensor = tensor
+        self.actor = actor
+
+
+class SyncError(TwinkleRayError):
+    """A sync that did not complete.
+
+    Attributes:
+        phase: ``prepare | connect | agree | transfer | commit | finalize``.
+        actors: who failed, as the manager names them: ``trainer[0]``, ``rollout[2]``.
+        versions: weights version per rollout after the failure; ``None`` for one that could not be asked.
+        cause_type: class name of the original error, ``""`` if there is none.
+        cause_traceback: the original error's traceback as text, ``""`` if there is none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        phase: str = "",
+        actors: tuple[str, ...] = (),
+        versions: dict[str, int | None] | None = None,
+        cause_type: str = "",
+        cause_traceback: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.phase = phase
+        self.actors = actors
+        self.versions = dict(versions or {})
+        self.cause_type = cause_type
+        self.cause_traceback = cause_traceback
+
+
+class SyncTimeout(SyncError, TimeoutError):
+    """A deadline passed."""
+
+
+class PeerLost(SyncError):
+    """A member of the group is gone: its process died or its connection closed."""
+
+
+class SyncAborted(SyncError):
+    """This member is healthy; the group was given up because another one failed."""

@@ -1,0 +1,596 @@
+"""The driver of syncs: one sync from first to last, with deadlines, release of everyone on a failure, and a report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from twinkle_ray import classic, topology
+from twinkle_ray.errors import (
+    ConfigError,
+    ManifestMismatch,
+    ReplicaUnavailable,
+    SyncError,
+    VerifyError,
+)
+from twinkle_ray.manifest import Manifest, agree_dtypes
+from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
+from twinkle_ray.replica import Replica, Trainer, replicas_of, trainers_of
+from twinkle_ray.rounds import Call, Op, Round
+from twinkle_ray.topology import Topology
+from twinkle_ray.types import (
+    Deadline,
+    ReplicaReport,
+    RolloutStatus,
+    SyncReport,
+    TrainerStatus,
+    VerifyReport,
+)
+
+logger = logging.getLogger("twinkle_ray")
+
+BACKENDS = {"nccl": "TWINKLE_NCCL", "hccl": "TWINKLE_HCCL", "gloo": "TWINKLE_GLOO"}
+MODES = ("auto", *BACKENDS, "naive")
+IN_FLIGHT = ("wait", "abort", "keep")
+UNVERIFIABLE = "unverifiable"
+_DEVICE_BACKEND = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_CLEANUP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """The group that stands: who is in it, by which name."""
+
+    name: str
+    mode: str
+    topology: Topology
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Agreed:
+    """What was agreed with the members of one group: the trainer's manifest by digest, and the wire's."""
+
+    digest: str
+    wire: Manifest
+    own: Manifest
+
+
+class CheckpointEngineManager:
+    """Brings rollouts to the trainer's weights.
+
+    Args:
+        train_actors: handles of actors with :class:`~twinkle_ray.mixins.TrainActorMixin`; the first one sends.
+        rollout_replicas: handles of actors with :class:`~twinkle_ray.mixins.RolloutActorMixin`, or objects with
+            ``.primary`` (such a handle), ``.sleep(level=)`` and ``.wake_up(tags=)``.
+        weight_sync_mode: ``auto`` (by the actors' devices), ``nccl``, ``hccl``, ``gloo``, or ``naive`` (the
+            ``train_group`` moves the weights itself).
+        is_colocated: trainers and rollouts share devices: each sync puts the rollouts to sleep first and wakes their
+            weights.
+        sleep_level: how deep they sleep; 2 is capped to 1 if colocated.
+        train_group: for ``naive``: has ``merge_lora``, ``unmerge_lora``, ``offload_to_cpu``, ``reload_to_gpu`` and
+            ``update_weights(adapter_only=)``.
+        bucket_size: bytes of one chunk on the wire at most.
+        timeout_s: seconds that one sync may take.
+
+    Attributes:
+        train_actors, rollout_actors: the handles.
+        is_colocated, sleep_level: as given, the level capped.
+
+    Raises:
+        ConfigError: no trainers or rollouts, an actor twice, an unknown mode, a size or time that is not positive.
+        UnsupportedActor: an actor without the checkpoint-engine methods.
+    """
+
+    def __init__(
+        self,
+        train_actors: Sequence[Any],
+        rollout_replicas: Sequence[Any],
+        *,
+        weight_sync_mode: str = "auto",
+        is_colocated: bool = False,
+        sleep_level: int = 1,
+        train_group: Any = None,
+        bucket_size: int = DEFAULT_BUCKET_SIZE,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if weight_sync_mode not in MODES:
+            raise ConfigError(f"weight_sync_mode is {weight_sync_mode!r}; it must be one of {', '.join(MODES)}")
+        if not isinstance(bucket_size, int) or bucket_size <= 0:
+            raise ConfigError(f"bucket_size is {bucket_size!r}, but it must be a positive number of bytes")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s is {timeout_s!r}, but it must be a positive number of seconds")
+        if sleep_level < 0:
+            raise ConfigError(f"sleep_level is {sleep_level}, but it must be 0, 1 or 2")
+        if weight_sync_mode == "naive" and train_group is None:
+            raise ConfigError("weight_sync_mode='naive' needs a train_group, the object that moves the weights itself")
+        self._trainers: tuple[Trainer, ...] = trainers_of(train_actors)
+        self._replicas: tuple[Replica, ...] = replicas_of(rollout_replicas)
+        if is_colocated and sleep_level >= 2:
+            logger.warning(
+                "sleep_level=%d is capped to 1 in colocated mode: level 2 discards the weights, and an engine outside "
+                "this process cannot safely be left without them while the trainer takes the memory",
+                sleep_level,
+            )
+            sleep_level = 1
+        self.is_colocated = is_colocated
+        self.sleep_level = sleep_level
+        self.bucket_size = bucket_size
+        self.timeout_s = timeout_s
+        self._mode = weight_sync_mode
+        self._train_group = train_group
+        self._base_sync_done = False
+        self._sleeping: dict[str, set[str]] = {}
+        self._group: _Group | None = None
+        self._agreed: _Agreed | None = None
+        self._closed = False
+        self._busy = threading.Lock()
+
+    # --- attributes of the seeds -------------------------------------------------------------------------------
+
+    @property
+    def train_actors(self) -> list[Any]:
+        return [trainer.handle for trainer in self._trainers]
+
+    @property
+    def rollout_actors(self) -> list[Any]:
+        return [replica.handle for replica in self._replicas]
+
+    @property
+    def base_sync_done(self) -> bool:
+        """Whether a full sync has succeeded through this manager."""
+        return self._base_sync_done
+
+    # --- syncing -----------------------------------------------------------------------------------------------
+
+    def sync_weights(self, merge_and_sync: bool = True, *, in_flight: str = "wait") -> SyncReport:
+        """Bring every rollout to the trainer's present weights.
+
+        Args:
+            merge_and_sync: send the base with the LoRA adapter merged; ``False``: send only the adapter. Without an
+                adapter both mean the whole model.
+            in_flight: what happens to requests that run: ``wait`` for them, ``abort`` them, or ``keep`` them frozen
+                and let them go on with the new weights.
+
+        Raises:
+            ManifestMismatch: names, shapes or dtypes do not fit; no byte was sent.
+            ReplicaUnavailable: a rollout's engine is asleep; no byte was sent.
+            SyncError: the sync failed; says in which phase and because of whom. All members are released, and the
+                next call starts with a new group.
+        """
+        if in_flight not in IN_FLIGHT:
+            raise ConfigError(f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT)}")
+        with self._alone():
+            start = time.perf_counter()
+            phases: dict[str, float] = {}
+            if self.is_colocated:
+                with _timed(phases, "sleep"):
+                    self._sleep_all()
+                    self._wake_all(["weights"])
+            if self._mode == "naive":
+                report = self._sync_naive(merge_and_sync, phases, start)
+            elif self._has_mixins():
+                report = self._sync_group(in_flight, phases, start)
+            else:
+                report = self._sync_classic(merge_and_sync, phases, start)
+            self._base_sync_done = True
+            logger.info("%s", report)
+            return report
+
+    async def sync_weights_async(self, merge_and_sync: bool = True, *, in_flight: str = "wait") -> SyncReport:
+        """:meth:`sync_weights` for drivers with an event loop, which stays free meanwhile."""
+        return await asyncio.to_thread(self.sync_weights, merge_and_sync, in_flight=in_flight)
+
+    def verify(self) -> VerifyReport:
+        """Compare digests of every tensor: the trainer's, as sent, and each rollout's, read back from its engine.
+
+        Raises:
+            VerifyError: a tensor differs; names the first one and the rollout.
+            SyncError: nothing was synced yet, or a member failed.
+        """
+        with self._alone():
+            agreed, group = self._agreed, self._group
+            if agreed is None or group is None:
+                raise SyncError("there is nothing to verify before the first sync_weights()", phase="verify")
+            deadline = Deadline.after(self.timeout_s)
+            held = self._round("verify", deadline).run(
+                {r.name: Op(handle=r.handle, op="digest", request={"names": None}) for r in self._replicas}
+            )
+            return self._compare(agreed, held, deadline)
+
+    def close(self) -> None:
+        """Let every actor leave the group. Idempotent; an actor that is gone is no error."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._has_mixins():
+            self._best_effort(
+                [t.handle.finalize_checkpoint_engine.remote(True) for t in self._trainers],
+                [(r, "leave", {}) for r in self._replicas],
+            )
+        self._group = self._agreed = None
+
+    def __enter__(self) -> CheckpointEngineManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- sleep -------------------------------------------------------------------------------------------------
+
+    def sleep_rollout(self) -> None:
+        """Put the rollouts that are awake to sleep, at ``sleep_level``."""
+        with self._alone():
+            self._sleep_all()
+
+    def wake_up_rollout(self, tags: Sequence[str] | None = None) -> None:
+        """Wake the rollouts that sleep, wholly or only these tags (``weights``, ``kv_cache``)."""
+        with self._alone():
+            self._wake_all(list(tags) if tags is not None else None)
+
+    def _sleep_all(self) -> None:
+        awake = [r for r in self._replicas if not self._sleeping.get(r.name)]
+        self._each_replica(awake, "sleep", {"level": self.sleep_level})
+
+    def _wake_all(self, tags: list[str] | None) -> None:
+        asleep = [r for r in self._replicas if self._sleeping.get(r.name)]
+        self._each_replica(asleep, "wake_up", {"tags": tags})
+
+    def _each_replica(self, replicas: list[Replica], action: str, arguments: dict[str, Any]) -> None:
+        deadline = Deadline.after(self.timeout_s)
+        members: dict[str, Call | Op] = {}
+        for replica in replicas:
+            method = getattr(replica.owner, action, None)
+            if method is None:
+                members[replica.name] = Op(handle=replica.handle, op=action, request=arguments)
+                continue
+            ref = method.remote(**arguments) if hasattr(method, "remote") else method(**arguments)
+            if isinstance(ref, ray.ObjectRef):
+                members[replica.name] = Call(ref=ref)
+            else:
+                self._note_sleep(replica.name, action, arguments)
+        done: Iterable[str] = ()
+        try:
+            done = Round(action, deadline).run_each(members)
+        except Exception as error:
+            done = getattr(error, "done", ())
+            raise
+        finally:
+            for name in done:
+                self._note_sleep(name, action, arguments)
+
+    def _note_sleep(self, name: str, action: str, arguments: dict[str, Any]) -> None:
+        if action == "sleep":
+            self._sleeping[name] = {"weights", "kv_cache"}
+        else:
+            tags = arguments["tags"]
+            self._sleeping[name] -= self._sleeping[name] if tags is None else set(tags)
+
+    # --- one sync through a group ------------------------------------------------------------------------------
+
+    def _sync_group(self, in_flight: str, phases: dict[str, float], start: float) -> SyncReport:
+        deadline = Deadline.after(self.timeout_s)
+        try:
+            with _timed(phases, "prepare"):
+                trainers, rollouts, devices = self._look(deadline)
+            mode = self._mode_for([t.device for t in trainers.values()][:1] + devices)
+            pids = tuple(s.pid for s in [*trainers.values(), *rollouts.values()])
+            if not self._stands(mode, pids, trainers, rollouts):
+                with _timed(phases, "init"):
+                    self._connect(mode, pids, rollouts, deadline)
+            fresh = self._agreed is None or self._agreed.digest != trainers["trainer[0]"].digest
+            if fresh:
+                with _timed(phases, "agree"):
+                    self._agree(trainers, deadline)
+            with _timed(phases, "transfer"):
+                version = 1 + max(status.version for status in rollouts.values())
+                results = self._transfer(version, in_flight, fresh, deadline)
+        except SyncError as error:
+            self._group = self._agreed = None
+            error.versions = self._versions()
+            raise
+        except BaseException:
+            # Refused input leaves the group as it is; an interrupt leaves nobody waiting.
+            if self._group is None or not phases.keys() >= {"prepare"}:
+                self._agreed = None
+            raise
+        assert self._agreed is not None
+        assert self._group is not None
+        return SyncReport(
+            version=version,
+            mode=self._group.mode,
+            tensors=len(self._agreed.wire),
+            nbytes=self._agreed.wire.nbytes,
+            seconds=time.perf_counter() - start,
+            phases=phases,
+            replicas=tuple(ReplicaReport(name=r.name, **results[r.name]) for r in self._replicas),
+        )
+
+    def _look(
+        self, deadline: Deadline
+    ) -> tuple[dict[str, TrainerStatus], dict[str, RolloutStatus], list[tuple[str, str]]]:
+        """Ask everyone what it holds; refuse what cannot be synced before anything is started."""
+        members: dict[str, Call | Op] = {t.name: Call(ref=t.handle.checkpoint_status.remote()) for t in self._trainers}
+        members |= {r.name: Op(handle=r.handle, op="prepare", request={}) for r in self._replicas}
+        answers = self._round("prepare", deadline).run(members)
+        trainers: dict[str, TrainerStatus] = {t.name: answers[t.name] for t in self._trainers}
+        rollouts: dict[str, RolloutStatus] = {r.name: answers[r.name] for r in self._replicas}
+        first = trainers[self._trainers[0].name]
+        for name, status in trainers.items():
+            if status.digest != first.digest:
+                raise ManifestMismatch(
+                    f"{name} holds other names, shapes or dtypes than trainer[0]; all trainers must hold one model"
+                )
+        for name, status in rollouts.items():
+            if "weights" in status.asleep:
+                raise ReplicaUnavailable(
+                    f"{name} is asleep ({', '.join(status.asleep)}); wake at least its weights before a sync, with "
+                    "manager.wake_up_rollout(['weights'])"
+                )
+        return trainers, rollouts, [device for status in rollouts.values() for device in status.devices]
+
+    def _mode_for(self, devices: list[tuple[str, str]]) -> str:
+        kinds = {kind for kind, _ in devices}
+        ids = [identity for kind, identity in devices if kind != "cpu"]
+        if self._mode != "auto":
+            want = next(kind for kind, mode in _DEVICE_BACKEND.items() if mode == self._mode)
+            if self._mode != "gloo" and kinds != {want}:
+                raise ConfigError(
+                    f"weight_sync_mode={self._mode!r} needs every model on a {want} device, but these are on "
+                    f"{', '.join(sorted(kinds))}; use 'auto' or 'gloo'"
+                )
+            if self._mode == "nccl" and len(set(ids)) < len(ids):
+                raise ConfigError(
+                    "weight_sync_mode='nccl' needs one GPU per process, but a trainer and a rollout share one; use "
+                    "'auto' or 'gloo'"
+                )
+            return self._mode
+        if len(kinds) == 1 and len(set(ids)) == len(ids):
+            return _DEVICE_BACKEND.get(next(iter(kinds)), "gloo")
+        # Mixed devices, or two ranks on one device (which NCCL refuses): through host memory.
+        return "gloo"
+
+    def _stands(
+        self,
+        mode: str,
+        pids: tuple[int, ...],
+        trainers: dict[str, TrainerStatus],
+        rollouts: dict[str, RolloutStatus],
+    ) -> bool:
+        group = self._group
+        if group is None or group.mode != mode or group.pids != pids:
+            return False
+        in_group = [trainers[self._trainers[0].name].group, *(status.group for status in rollouts.values())]
+        return all(name == group.name for name in in_group)
+
+    def _connect(
+        self, mode: str, pids: tuple[int, ...], rollouts: dict[str, RolloutStatus], deadline: Deadline
+    ) -> None:
+        self._group = self._agreed = None
+        backend = BACKENDS[mode]
+        made = topology.build(len(self._trainers), [rollouts[r.name].workers for r in self._replicas])
+        prepared = self._round("prepare", deadline).run(
+            {
+                t.name: Call(ref=t.handle.prepare_checkpoint_engine.remote(i == 0, backend, fresh=True))
+                for i, t in enumerate(self._trainers)
+            }
+        )
+        metadata = prepared[self._trainers[0].name]
+        left = deadline.remaining()
+        members: dict[str, Call | Op] = {
+            t.name: Call(
+                ref=t.handle.init_checkpoint_process_group.remote(
+                    rank=-1 if rank is None else rank,
+                    world_size=made.world_size,
+                    master_metadata=metadata,
+                    timeout_s=left,
+                )
+            )
+            for t, rank in zip(self._trainers, made.trainer_ranks, strict=True)
+        }
+        for replica, ranks in zip(self._replicas, made.rollout_ranks, strict=True):
+            request = {
+                "first_rank": ranks[0],
+                "world_size": made.world_size,
+                "rendezvous": metadata,
+                "timeout_s": left,
+            }
+            members[replica.name] = Op(handle=replica.handle, op="connect", request=request)
+        self._round("init", deadline, made).run(members)
+        self._group = _Group(name=metadata["group"], mode=mode, topology=made, pids=pids)
+
+    def _agree(self, trainers: dict[str, TrainerStatus], deadline: Deadline) -> None:
+        self._agreed = None
+        first = self._trainers[0]
+        sent = self._round("agree", deadline).run({first.name: Call(ref=first.handle.checkpoint_manifest.remote())})
+        own = Manifest.from_json(sent[first.name])
+        answers = self._round("agree", deadline).run(
+            {r.name: Op(handle=r.handle, op="agree", request={"manifest": own.as_json()}) for r in self._replicas}
+        )
+        problems: list[str] = []
+        wanted: list[list[str | None]] = []
+        for name, workers in answers.items():
+            for worker in workers:
+                found = [*worker["unknown"], *worker["mismatched"]]
+                found += [f"{tensor}: the trainer does not send it" for tensor in worker["missing"]]
+                problems += [text for problem in found if (text := f"{name}: {problem}") not in problems]
+                wanted.append(list(worker["dtypes"]))
+        if problems:
+            shown = "; ".join(problems[:10])
+            more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+            raise ManifestMismatch(
+                f"the rollouts cannot load what the trainer sends, and nothing was sent: {shown}{more}",
+                problems=tuple(problems),
+            )
+        wire = own.with_dtypes(agree_dtypes(own, wanted))
+        dtypes = tuple(meta.dtype for meta in wire)
+        self._round("agree", deadline).run(
+            {t.name: Call(ref=t.handle.agree_checkpoint.remote(own.digest, dtypes)) for t in self._trainers}
+        )
+        self._agreed = _Agreed(digest=own.digest, wire=wire, own=own)
+
+    def _transfer(self, version: int, in_flight: str, fresh: bool, deadline: Deadline) -> dict[str, dict[str, Any]]:
+        agreed, group = self._agreed, self._group
+        assert agreed is not None
+        assert group is not None
+        left = deadline.remaining()
+        members: dict[str, Call | Op] = {
+            r.name: Op(
+                handle=r.handle,
+                op="receive",
+                request={
+                    "digest": agreed.wire.digest,
+                    "version": version,
+                    "bucket_size": self.bucket_size,
+                    "timeout_s": left,
+                    "in_flight": in_flight,
+                    "manifest": agreed.wire.as_json() if fresh else None,
+                },
+            )
+            for r in self._replicas
+        }
+        members |= {
+            t.name: Call(
+                ref=t.handle.send_checkpoint_weights.remote(
+                    digest=agreed.wire.digest, bucket_size=self.bucket_size, timeout_s=left
+                )
+            )
+            for t in self._trainers
+        }
+        return self._round("transfer", deadline, group.topology).run(members)
+
+    # --- other ways --------------------------------------------------------------------------------------------
+
+    def _sync_naive(self, merge_and_sync: bool, phases: dict[str, float], start: float) -> SyncReport:
+        with _timed(phases, "transfer"):
+            classic.sync_naive(
+                self._train_group,
+                merge=merge_and_sync,
+                adapter_only=self._base_sync_done and not merge_and_sync,
+                colocated=self.is_colocated,
+            )
+        return self._plain_report("naive", phases, start)
+
+    def _sync_classic(self, merge_and_sync: bool, phases: dict[str, float], start: float) -> SyncReport:
+        with _timed(phases, "transfer"):
+            classic.sync(
+                [t.handle for t in self._trainers],
+                [r.handle for r in self._replicas],
+                merge=merge_and_sync,
+                base_sync_done=self._base_sync_done,
+                timeout_s=self.timeout_s,
+            )
+        return self._plain_report("classic", phases, start)
+
+    def _plain_report(self, mode: str, phases: dict[str, float], start: float) -> SyncReport:
+        self._plain_version = getattr(self, "_plain_version", 0) + 1
+        return SyncReport(
+            version=self._plain_version,
+            mode=mode,
+            tensors=0,
+            nbytes=0,
+            seconds=time.perf_counter() - start,
+            phases=phases,
+            replicas=(),
+        )
+
+    # --- helpers -----------------------------------------------------------------------------------------------
+
+    def _has_mixins(self) -> bool:
+        return all(t.has_mixin for t in self._trainers) and all(r.has_mixin for r in self._replicas)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._closed:
+            raise ConfigError("this manager was closed; make a new one")
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError("this manager is busy with another call; one call at a time")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _round(self, phase: str, deadline: Deadline, made: Topology | None = None) -> Round:
+        def owner(actor: str) -> str:
+            number = actor.removeprefix("rank ")
+            return made.owner(int(number)) if made is not None and number.isdigit() else actor
+
+        return Round(phase, deadline, release=self._release if made is not None else None, owner=owner)
+
+    def _release(self, reason: str) -> None:
+        """Tell every member to give up. A member that is busy hears it through the group's lifeline."""
+        for handle in [*self.rollout_actors, *self.train_actors]:
+            with contextlib.suppress(Exception):
+                handle.abort_checkpoint.remote(reason)
+
+    def _versions(self) -> dict[str, int | None]:
+        refs = {r.name: r.handle.weights_version.remote() for r in self._replicas}
+        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=1.0)
+        versions: dict[str, int | None] = dict.fromkeys(refs)
+        for name, ref in refs.items():
+            if ref in ready:
+                with contextlib.suppress(Exception):
+                    versions[name] = ray.get(ref, timeout=1.0)
+        return versions
+
+    def _best_effort(self, refs: list[Any], ops: list[tuple[Replica, str, dict[str, Any]]]) -> None:
+        deadline = Deadline.after(_CLEANUP_S)
+        members: dict[str, Call | Op] = {f"call[{i}]": Call(ref=ref) for i, ref in enumerate(refs)}
+        members |= {r.name: Op(handle=r.handle, op=op, request=request) for r, op, request in ops}
+        with contextlib.suppress(Exception):
+            Round("finalize", deadline).run_each(members)
+
+    def _compare(
+        self, agreed: _Agreed, held: dict[str, dict[str, tuple[str, str]]], deadline: Deadline
+    ) -> VerifyReport:
+        expected: dict[tuple[str, ...], dict[str, str]] = {}
+        compared = 0
+        unverifiable: dict[str, tuple[str, ...]] = {}
+        for name, digests in held.items():
+            dtypes = tuple(digests.get(m.name, ("", ""))[0] or m.dtype for m in agreed.wire)
+            if dtypes not in expected:
+                answers = self._round("verify", deadline).run(
+                    {
+                        t.name: Call(
+                            ref=t.handle.weights_digest.remote(names=None, digest=agreed.digest, dtypes=dtypes)
+                        )
+                        for t in self._trainers
+                    }
+                )
+                expected[dtypes] = answers[self._trainers[0].name]
+            dark = []
+            for meta in agreed.wire:
+                _, found = digests.get(meta.name, ("", UNVERIFIABLE))
+                if found == UNVERIFIABLE:
+                    dark.append(meta.name)
+                elif found != expected[dtypes][meta.name]:
+                    raise VerifyError(
+                        f"{name} holds other bytes than the trainer for {meta.name!r} (sha256 {found[:12]} against "
+                        f"{expected[dtypes][meta.name][:12]}); sync again",
+                        tensor=meta.name,
+                        actor=name,
+                    )
+                else:
+                    compared += 1
+            unverifiable[name] = tuple(dark)
+        return VerifyReport(compared=compared, unverifiable=unverifiable)
+
+
+@contextlib.contextmanager
+def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        phases[name] = phases.get(name, 0.0) + time.perf_counter() - start

@@ -1,0 +1,182 @@
+"""What is sent: names, shapes, dtypes and kinds in order, with a hash and a JSON wire form.
+
+A manifest is agreed before any byte of weights moves. It never carries code: it is read from JSON with every field
+checked, so that bytes from a socket can at worst raise :class:`~twinkle_ray.errors.WireError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from twinkle_ray.errors import ConfigError, WireError
+
+ITEMSIZE: dict[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Bytes of one element by the dtype's name in torch (``str(dtype)`` without ``torch.``)."""
+
+CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
+"""Dtypes between which one cast is allowed on the way. Integers, bool, fp8 and complex travel as they are."""
+
+KINDS = ("parameter", "buffer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """One tensor on the wire: contiguous, row-major, ``nbytes`` bytes.
+
+    Attributes:
+        name: the trainer's name for it, without wrapper segments.
+        shape: elements per dimension; ``()`` for a scalar.
+        dtype: torch's name of the dtype that is sent, a key of :data:`ITEMSIZE`.
+        kind: ``parameter`` or ``buffer``.
+        aliases: further names of the same storage (tied weights); sent once, filled under every name.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str = "parameter"
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, the first one first."""
+        return (self.name, *self.aliases)
+
+    def as_json(self) -> list[Any]:
+        """``[name, shape, dtype, kind, aliases]``: plain JSON values."""
+        return [self.name, list(self.shape), self.dtype, self.kind, list(self.aliases)]
+
+    @staticmethod
+    def from_json(value: object) -> TensorMeta:
+        """Rebuild from :meth:`as_json`.
+
+        Raises:
+            WireError: the value is not such a list, or a field has another type or range than it must have.
+        """
+        if not isinstance(value, list) or len(value) != 5:
+            raise WireError("a tensor header is not a list of 5 fields")
+        name, shape, dtype, kind, aliases = value
+        if not isinstance(name, str) or not name:
+            raise WireError("a tensor header has no name")
+        if not isinstance(shape, list) or len(shape) > 64 or not all(_is_size(n) for n in shape):
+            raise WireError(f"tensor {name[:80]!r}: its shape is not a list of sizes")
+        if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+            raise WireError(f"tensor {name[:80]!r}: unknown dtype {str(dtype)[:40]!r}")
+        if kind not in KINDS:
+            raise WireError(f"tensor {name[:80]!r}: unknown kind {str(kind)[:40]!r}")
+        if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
+            raise WireError(f"tensor {name[:80]!r}: its aliases are not a list of names")
+        # an empty tensor too: torch computes its strides from the other sizes
+        if math.prod(max(n, 1) for n in shape) * ITEMSIZE[dtype] >= 1 << 62:
+            raise WireError(f"tensor {name[:80]!r}: larger than any machine holds")
+        return TensorMeta(name=name, shape=tuple(shape), dtype=dtype, kind=kind, aliases=tuple(aliases))
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The tensors of one sync in the order in which they are sent.
+
+    Raises:
+        ConfigError: two tensors (aliases counted) have one name.
+    """
+
+    tensors: tuple[TensorMeta, ...]
+    digest: str = field(init=False)
+    """64-bit hash of names, shapes, dtypes, kinds and order, as 16 hex digits. Equal manifests, equal digests."""
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for meta in self.tensors:
+            for name in meta.names:
+                if name in seen:
+                    raise ConfigError(f"two tensors are named {name!r}; names must be unique within one sync")
+                seen.add(name)
+        text = json.dumps(self.as_json(), separators=(",", ":"), ensure_ascii=True)
+        object.__setattr__(self, "digest", hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+
+    def __iter__(self) -> Iterator[TensorMeta]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(meta.nbytes for meta in self.tensors)
+
+    def with_dtypes(self, dtypes: Iterable[str]) -> Manifest:
+        """The same tensors with other wire dtypes, in order."""
+        return Manifest(tuple(replace(meta, dtype=dtype) for meta, dtype in zip(self.tensors, dtypes, strict=True)))
+
+    def as_json(self) -> list[Any]:
+        return [meta.as_json() for meta in self.tensors]
+
+    @staticmethod
+    def from_json(value: object) -> Manifest:
+        """Rebuild from :meth:`as_json`.
+
+        Raises:
+            WireError: not a list of valid tensor headers with unique names.
+        """
+        if not isinstance(value, list):
+            raise WireError("a manifest is not a list")
+        try:
+            return Manifest(tuple(TensorMeta.from_json(item) for item in value))
+        except ConfigError as error:
+            raise WireError(str(error)) from None
+
+
+def agree_dtypes(sent: Manifest, wanted: Iterable[Iterable[str | None]]) -> tuple[str, ...]:
+    """One wire dtype per tensor: the receivers' if all of them hold the same one, else the sender's.
+
+    Args:
+        sent: the trainer's manifest in the trainer's own dtypes.
+        wanted: per receiver, one dtype per tensor in the manifest's order; ``None`` where it does not mind.
+
+    Returns:
+        Dtype names in the manifest's order. Only a dtype of :data:`CASTABLE` is ever replaced, and only by another.
+    """
+    columns = [list(column) for column in wanted]
+    result = []
+    for index, meta in enumerate(sent):
+        held = {column[index] for column in columns} - {None}
+        dtype = next(iter(held)) if len(held) == 1 else None
+        castable = dtype is not None and meta.dtype in CASTABLE and dtype in CASTABLE
+        result.append(dtype if dtype is not None and castable else meta.dtype)
+    return tuple(result)

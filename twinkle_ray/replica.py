@@ -1,0 +1,109 @@
+"""What the driver knows of its actors: who they are and which methods they have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twinkle_ray.errors import ConfigError, UnsupportedActor
+
+TRAINER_METHODS = (
+    "prepare_checkpoint_engine",
+    "init_checkpoint_process_group",
+    "send_checkpoint_weights",
+    "finalize_checkpoint_engine",
+)
+ROLLOUT_METHODS = (
+    "prepare_checkpoint_engine",
+    "init_checkpoint_process_group",
+    "receive_checkpoint_weights",
+    "finalize_checkpoint_engine",
+)
+"""The seeds' surface: the least that an actor must have. Actors with our mixins have more and get more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """One trainer actor: ``trainer[i]``."""
+
+    name: str
+    handle: Any
+
+    @property
+    def has_mixin(self) -> bool:
+        return has_method(self.handle, "agree_checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One rollout: ``rollout[i]``.
+
+    Attributes:
+        handle: the actor that holds (or fronts) the engine.
+        owner: the user's replica object with ``sleep`` and ``wake_up``, or the handle itself.
+    """
+
+    name: str
+    handle: Any
+    owner: Any
+
+    @property
+    def has_mixin(self) -> bool:
+        return has_method(self.handle, "start_checkpoint")
+
+
+def has_method(handle: Any, method: str) -> bool:
+    """Whether an actor handle (or a double of one) has this remote method."""
+    return hasattr(getattr(handle, method, None), "remote")
+
+
+def trainers_of(actors: Sequence[Any]) -> tuple[Trainer, ...]:
+    """Check and name the trainers.
+
+    Raises:
+        ConfigError: none, or one twice.
+        UnsupportedActor: one lacks the methods.
+    """
+    trainers = tuple(Trainer(f"trainer[{i}]", actor) for i, actor in enumerate(actors))
+    if not trainers:
+        raise ConfigError("train_actors is empty; a sync needs at least one trainer actor")
+    _check([(t.name, t.handle) for t in trainers], TRAINER_METHODS, "TrainActorMixin")
+    return trainers
+
+
+def replicas_of(rollouts: Sequence[Any]) -> tuple[Replica, ...]:
+    """Check and name the rollouts: actor handles, or objects whose ``primary`` is one.
+
+    Raises:
+        ConfigError: none, or one twice.
+        UnsupportedActor: one lacks the methods.
+    """
+    replicas = tuple(
+        Replica(f"rollout[{i}]", rollout if has_method(rollout, ROLLOUT_METHODS[0]) else primary(rollout), rollout)
+        for i, rollout in enumerate(rollouts)
+    )
+    if not replicas:
+        raise ConfigError("rollout_replicas is empty; a sync needs at least one rollout actor")
+    _check([(r.name, r.handle) for r in replicas], ROLLOUT_METHODS, "RolloutActorMixin")
+    return replicas
+
+
+def primary(rollout: Any) -> Any:
+    """The actor behind a replica object; a bare handle stands for itself."""
+    return getattr(rollout, "primary", rollout)
+
+
+def _check(members: list[tuple[str, Any]], methods: Sequence[str], mixin: str) -> None:
+    seen: dict[Any, str] = {}
+    for name, handle in members:
+        missing = [method for method in methods if not has_method(handle, method)]
+        if missing:
+            raise UnsupportedActor(
+                f"{name} has no {missing[0]}(); let its class inherit twinkle_ray.mixins.{mixin} (it must be a Ray "
+                "actor handle or an object whose .primary is one)"
+            )
+        key = getattr(handle, "_actor_id", None) or id(handle)
+        if key in seen:
+            raise ConfigError(f"{name} is the same actor as {seen[key]}; give each actor once")
+        seen[key] = name

@@ -1,0 +1,277 @@
+"""Concurrent calls to actors, bounded: one phase of a sync, seen from the driver.
+
+``ray.get`` on a list raises at the first error but leaves the others running, and says nothing of who is missing. A
+round waits for all its members with one deadline; at the first failure it lets the others be released, collects for a
+moment what they have to say, and raises the error that explains most, naming the phase and the actors.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from twinkle_ray.errors import (
+    PeerLost,
+    SyncAborted,
+    SyncError,
+    SyncTimeout,
+    TwinkleRayError,
+)
+from twinkle_ray.types import Deadline, OpState, OpStatus
+
+_SLICE_S = 0.2
+_SETTLE_S = 1.5
+"""Seconds after the first failure during which the others may still report a better explanation."""
+
+_MARGIN_S = 0.5
+"""Actors end by their own deadline and can say why; the driver's own deadline lies this much later."""
+
+_keys = itertools.count(1)
+_session = uuid.uuid4().hex[:8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A method that blocks in the actor until it is done."""
+
+    ref: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """An operation of a rollout that is started and then polled."""
+
+    handle: Any
+    op: str
+    request: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    name: str
+    kind: str  # call | start | poll
+    handle: Any = None
+    key: str = ""
+    sent: float = 0.0
+
+
+class Round:
+    """One phase.
+
+    Args:
+        phase: as errors name it.
+        deadline: of the whole sync.
+        release: called once at the first failure with a reason; tells the other members to give up.
+        owner: names the member that holds a rank of the group (``rank 2`` -> ``rollout[1]``).
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        deadline: Deadline,
+        *,
+        release: Callable[[str], None] | None = None,
+        owner: Callable[[str], str] | None = None,
+    ) -> None:
+        self.phase = phase
+        self._deadline = deadline
+        self._release = release
+        self._owner = owner or (lambda name: name)
+        self._pending: dict[Any, _Waiting] = {}
+        self._later: list[tuple[float, _Waiting]] = []
+        self._results: dict[str, Any] = {}
+        self._errors: dict[str, BaseException] = {}
+
+    def run(self, members: Mapping[str, Call | Op]) -> dict[str, Any]:
+        """Results by member name.
+
+        Raises:
+            TwinkleRayError: the one that explains the failure best; of type :class:`SyncError` unless a member
+                refused its input.
+        """
+        for name, member in members.items():
+            self._send(name, member)
+        settle: float | None = None
+        while self._pending or self._later:
+            now = time.monotonic()
+            if self._errors and settle is None:
+                settle = now + _SETTLE_S
+                self._let_go()
+            if settle is not None and (now > settle or self._explained()):
+                break
+            if settle is None and now > self._deadline.at + _MARGIN_S:
+                self._expire()
+                continue
+            self._step(settle)
+        if self._errors:
+            raise self._verdict()
+        return self._results
+
+    def run_each(self, members: Mapping[str, Call | Op]) -> dict[str, Any]:
+        """Like :meth:`run`, but every member runs to its own end; then the first failure is raised.
+
+        The results of those that succeeded are on the error as ``done``.
+        """
+        done: dict[str, Any] = {}
+        failure: BaseException | None = None
+        rounds = {name: Round(self.phase, self._deadline, owner=self._owner) for name in members}
+        for name, member in members.items():
+            rounds[name]._send(name, member)
+        for name, single in rounds.items():
+            try:
+                done |= single.run({})
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            failure.__dict__["done"] = done
+            raise failure
+        return done
+
+    def _send(self, name: str, member: Call | Op) -> None:
+        if isinstance(member, Call):
+            self._pending[member.ref] = _Waiting(name, "call")
+            return
+        key = f"{_session}-{next(_keys)}"
+        start = member.handle.start_checkpoint.remote(key, member.op, member.request)
+        self._pending[start] = _Waiting(name, "start", member.handle, key)
+        # Sent at once: the common case is one round trip.
+        self._poll(_Waiting(name, "poll", member.handle, key))
+
+    def _poll(self, waiting: _Waiting) -> None:
+        waiting.sent = time.monotonic()
+        self._pending[waiting.handle.poll_checkpoint.remote(waiting.key, _SLICE_S)] = waiting
+
+    def _step(self, settle: float | None) -> None:
+        now = time.monotonic()
+        due = [entry for entry in self._later if entry[0] <= now]
+        self._later = [entry for entry in self._later if entry[0] > now]
+        for _, waiting in due:
+            self._poll(waiting)
+        limits = [0.25, *(at - now for at, _ in self._later)]
+        if settle is not None:
+            limits.append(settle - now)
+        if not self._pending:
+            time.sleep(max(0.0, min(limits)))
+            return
+        ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=max(0.001, min(limits)))
+        for ref in ready:
+            self._take(ref, self._pending.pop(ref))
+
+    def _take(self, ref: Any, waiting: _Waiting) -> None:
+        try:
+            value = ray.get(ref, timeout=10.0)
+        except RayError as error:
+            self._fail(waiting.name, as_cause(error), str(getattr(error, "traceback_str", "") or error))
+            return
+        except Exception as error:
+            self._fail(waiting.name, error, "")
+            return
+        if waiting.kind == "call":
+            self._results[waiting.name] = value
+        elif waiting.kind == "poll":
+            status: OpStatus = value
+            if status.state is OpState.FAILED:
+                error = status.error or SyncError(f"{status.op} failed")
+                self._fail(waiting.name, error, str(getattr(error, "twinkle_traceback", "")))
+            elif status.state is OpState.DONE:
+                self._results[waiting.name] = status.result
+            elif time.monotonic() - waiting.sent < _SLICE_S / 2:  # an async actor: it answers at once
+                self._later.append((time.monotonic() + 0.003, waiting))
+            else:
+                self._poll(waiting)
+
+    def _fail(self, name: str, error: BaseException, trace: str) -> None:
+        known = self._errors.get(name)
+        if known is None or _weight(error) < _weight(known):
+            if trace and not isinstance(error, SyncError):
+                error.__dict__.setdefault("twinkle_traceback", trace)
+            self._errors[name] = error
+        for ref in [ref for ref, waiting in self._pending.items() if waiting.name == name]:
+            del self._pending[ref]
+        self._later = [entry for entry in self._later if entry[1].name != name]
+
+    def _missing(self) -> list[str]:
+        waiting = [*self._pending.values(), *(entry[1] for entry in self._later)]
+        return sorted({w.name for w in waiting if w.name not in self._errors})
+
+    def _expire(self) -> None:
+        names = self._missing()
+        self._errors[names[0]] = SyncTimeout(
+            f"{', '.join(names)} did not finish {self.phase} within {self._deadline.seconds:.1f} s",
+            phase=self.phase,
+            actors=tuple(names),
+        )
+
+    def _let_go(self) -> None:
+        if self._release is not None:
+            name, error = next(iter(self._errors.items()))
+            self._release(f"{name}: {type(error).__name__}: {error}")
+
+    def _explained(self) -> bool:
+        return any(_weight(error) == 0 for error in self._errors.values())
+
+    def _verdict(self) -> BaseException:
+        name = min(self._errors, key=lambda n: _weight(self._errors[n]))
+        error = self._errors[name]
+        if isinstance(error, TwinkleRayError) and not isinstance(error, SyncError):
+            named = copy.copy(error)
+            named.args = (f"{name}: {error}",)
+            return named
+        if isinstance(error, SyncError):
+            actors = tuple(dict.fromkeys(self._owner(actor) for actor in error.actors)) or (name,)
+            if isinstance(error, (SyncAborted, SyncTimeout)) and not error.actors:
+                # Nobody named a culprit: it is whoever has not answered, else all that ran out of time.
+                late = (n for n, e in self._errors.items() if type(e) is type(error))
+                actors = tuple(self._missing() or sorted(late))
+            text = str(error)
+            for rank in error.actors:
+                text = text.replace(rank, self._owner(rank))
+            made = type(error)(
+                f"{self.phase}: {', '.join(actors)}: {text}",
+                phase=self.phase,
+                actors=actors,
+                cause_type=error.cause_type,
+                cause_traceback=error.cause_traceback,
+            )
+        else:
+            made = SyncError(
+                f"{self.phase}: {name} raised {type(error).__name__}: {error}",
+                phase=self.phase,
+                actors=(name,),
+                cause_type=type(error).__name__,
+                cause_traceback=str(getattr(error, "twinkle_traceback", "")),
+            )
+        made.__cause__ = error
+        return made
+
+
+def as_cause(error: BaseException) -> BaseException:
+    """What a Ray error stands for: the error raised in the actor, or the loss of the actor."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return cause if isinstance(cause, BaseException) else error
+    if isinstance(error, RayActorError):
+        return PeerLost("its actor is dead or cannot be reached" + _reason(error))
+    return error
+
+
+def _reason(error: RayActorError) -> str:
+    text = " ".join(str(error).split())
+    return f" ({text[:300]})" if text else ""
+
+
+def _weight(error: BaseException) -> int:
+    """How little an error explains: 0 an error of the actor's own, then a lost peer, a time-out, an abort."""
+    if isinstance(error, SyncAborted):
+        return 3
+    if isinstance(error, SyncTimeout):
+        return 2
+    return 1 if isinstance(error, PeerLost) else 0

@@ -1,0 +1,508 @@
+"""The rollout actor's side of a sync: what its engine holds, and the operations that change it.
+
+An operation is a coroutine. Where the engine is an ``AsyncLLM`` it runs as a task of the engine's loop; elsewhere it
+is advanced a step at a time by whoever polls it, so that an actor with one thread still answers in between. Both ways
+run the same code, and the actor's methods themselves never wait on an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Protocol
+
+import torch
+
+from twinkle_ray.digest import assemble
+from twinkle_ray.errors import (
+    PeerLost,
+    ReplicaUnavailable,
+    SyncAborted,
+    SyncError,
+    SyncTimeout,
+    UnsupportedActor,
+)
+from twinkle_ray.sinks import ModuleSink, Piece
+from twinkle_ray.types import Contents, Deadline, OpState, OpStatus, RolloutStatus
+from twinkle_ray.worker import WorkerSide, unpack_status
+
+UNVERIFIABLE = "unverifiable"
+"""Stands for a digest where the engine holds a tensor in a form that cannot be read back."""
+
+_SLICE_S = 0.2
+_GRACE_S = 2.0
+
+
+class Target(Protocol):
+    """What holds the weights: a torch module, or a vLLM engine (see :mod:`twinkle_ray.vllm.engine`).
+
+    The methods are coroutines so that one operation serves engines of both kinds; those of a synchronous engine
+    complete without suspending.
+    """
+
+    kind: str
+    loop: asyncio.AbstractEventLoop | None
+
+    @property
+    def workers(self) -> int: ...
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Call a method of :class:`WorkerSide` in every worker process; the results in rank order."""
+        ...
+
+    async def pause(self, in_flight: str, deadline: Deadline) -> None:
+        """Let no request read the weights from here on: ``wait`` for running ones, ``abort`` or ``keep`` (freeze) them."""
+        ...
+
+    async def resume(self) -> None:
+        """Serve again."""
+        ...
+
+    async def refuse(self, error: ReplicaUnavailable) -> None:
+        """Stay paused; requests get this error."""
+        ...
+
+    async def after_load(self) -> None:
+        """Drop what was computed with the old weights (prefix cache and the like); raises if it cannot."""
+        ...
+
+    async def asleep(self) -> tuple[str, ...]:
+        """Memory tags that sleep."""
+        ...
+
+    async def sleep(self, level: int) -> None: ...
+
+    async def wake_up(self, tags: list[str] | None) -> None: ...
+
+
+class ModuleTarget:
+    """A plain torch module in the actor's own process. It has no requests, so there is nothing to pause."""
+
+    kind = "module"
+    loop = None
+    workers = 1
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._side = WorkerSide(ModuleSink(module))
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        return [getattr(self._side, method)(*args)]
+
+    async def pause(self, in_flight: str, deadline: Deadline) -> None:
+        pass
+
+    async def resume(self) -> None:
+        pass
+
+    async def refuse(self, error: ReplicaUnavailable) -> None:
+        pass
+
+    async def after_load(self) -> None:
+        pass
+
+    async def asleep(self) -> tuple[str, ...]:
+        return ()
+
+    async def sleep(self, level: int) -> None:
+        raise UnsupportedActor("a plain torch module cannot sleep; only vLLM engines can")
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        pass
+
+
+class _Step:
+    """Awaiting it hands control back to whoever advances a synchronous operation."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Running:
+    """One operation of a rollout."""
+
+    def __init__(self, op: str, key: str) -> None:
+        self.op = op
+        self.key = key
+        self.step = 0
+        self.steps = 0
+        self.touched = False
+        self.seconds: dict[str, float] = {}
+        self.state = OpState.RUNNING
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+        self.abort_reason: str | None = None
+
+    def end(self, *, result: Any = None, error: BaseException | None = None) -> None:
+        self.result, self.error = result, error
+        self.state = OpState.DONE if error is None else OpState.FAILED
+        self.ended.set()
+
+    def status(self) -> OpStatus:
+        return OpStatus(
+            op=self.op,
+            state=self.state,
+            step=self.step,
+            steps=self.steps,
+            touched=self.touched,
+            seconds=dict(self.seconds),
+            result=self.result,
+            error=self.error,
+        )
+
+
+class Serving:
+    """State and operations of one rollout actor.
+
+    Args:
+        target: what holds its weights.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.version = 0
+        self.contents = Contents.NONE
+        self._group = ""
+        self._devices: tuple[tuple[str, str], ...] = ()
+        self._asleep: tuple[str, ...] = ()
+        self._numbers = itertools.count(1)
+        self._running: _Running | None = None
+        self._coroutine: Coroutine[Any, Any, Any] | None = None
+        self._lock = threading.Lock()
+        self._slice_s = 0.0
+
+    # --- what the actor's methods call -------------------------------------------------------------------------
+
+    def start(self, key: str, op: str, request: dict[str, Any]) -> None:
+        """Start an operation. One that still runs is given up first: its driver is gone.
+
+        Args:
+            key: the caller's name for it, by which it is polled. Unique, so that the poll can be sent with the start.
+            op: ``prepare | connect | agree | receive | receive_announced | digest | leave | sleep | wake_up``.
+        """
+        body: Callable[..., Coroutine[Any, Any, Any]] = getattr(self, f"_{op}")
+        if self._running is not None and not self._running.ended.is_set():
+            self.abort(f"a new {op} was asked for")
+            self._finish_aborted()
+        running = self._running = _Running(op, key)
+        loop = self.target.loop
+        if loop is None:
+            self._coroutine = body(running, **request)
+            self._advance(0.0)
+        elif _on_loop(loop):
+            loop.create_task(self._as_task(running, body(running, **request)))
+        else:
+            asyncio.run_coroutine_threadsafe(self._as_task(running, body(running, **request)), loop)
+
+    def poll(self, key: str, wait_s: float) -> OpStatus:
+        """Status of the operation, after at most ``wait_s`` seconds (at once on the engine's own event loop).
+
+        Raises:
+            SyncAborted: another operation has taken its place.
+        """
+        running = self._running
+        if running is None or running.key != key:
+            raise SyncAborted(f"operation {key} is not the one that runs here; another driver replaced it")
+        if self.target.loop is None:
+            until = time.monotonic() + wait_s
+            self._advance(wait_s)
+            while not running.ended.is_set() and time.monotonic() < until:
+                self._advance(until - time.monotonic())
+        elif not _on_loop(self.target.loop):
+            running.ended.wait(wait_s)
+        return running.status()
+
+    def run(self, op: str, request: dict[str, Any], timeout_s: float) -> Any:
+        """Start an operation, wait for its end, and return its result or raise its error.
+
+        Raises:
+            UnsupportedActor: called on the engine's own event loop, where waiting would be for ever.
+        """
+        if self.target.loop is not None and _on_loop(self.target.loop):
+            raise UnsupportedActor(
+                f"{op} would block this async actor's event loop; drive it with CheckpointEngineManager, or call it "
+                "from another thread"
+            )
+        key = f"{op}-{next(self._numbers)}"
+        self.start(key, op, request)
+        deadline = Deadline.after(timeout_s + _GRACE_S)
+        while (status := self.poll(key, _SLICE_S)).state is OpState.RUNNING:
+            if deadline.expired:
+                self.abort(f"{op} did not end within {timeout_s:.1f} s")
+                raise SyncTimeout(f"{op} did not end within {timeout_s:.1f} s", phase=op)
+        if status.error is not None:
+            raise status.error
+        return status.result
+
+    def abort(self, reason: str) -> None:
+        """Ask the running operation to end. It sees this at its next step, within a slice."""
+        running = self._running
+        if running is not None and not running.ended.is_set():
+            running.abort_reason = reason
+
+    def status(self) -> RolloutStatus:
+        running = self._running
+        active = running is not None and not running.ended.is_set()
+        return RolloutStatus(
+            kind=self.target.kind,
+            version=self.version,
+            contents=self.contents,
+            updating=bool(active and running and running.op.startswith("receive")),
+            asleep=self._asleep,
+            group=self._group,
+            workers=self.target.workers,
+            step=running.step if active and running else 0,
+            steps=running.steps if active and running else 0,
+            devices=self._devices,
+            pid=os.getpid(),
+        )
+
+    # --- running a coroutine -----------------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Drive the running operation for up to ``seconds``; the engine's door calls this while a request waits."""
+        if self.target.loop is None:
+            self._advance(seconds)
+
+    def _advance(self, slice_s: float) -> None:
+        if not self._lock.acquire(timeout=max(slice_s, 0.001)):
+            return  # another thread of the actor is driving it
+        try:
+            running, coroutine = self._running, self._coroutine
+            if running is None or coroutine is None or running.ended.is_set():
+                return
+            self._slice_s = min(max(slice_s, 0.0), _SLICE_S)
+            try:
+                coroutine.send(None)
+            except StopIteration as stop:
+                running.end(result=stop.value)
+            except BaseException as error:
+                running.end(error=error)
+            if running.ended.is_set():
+                self._coroutine = None
+        finally:
+            self._lock.release()
+
+    async def _as_task(self, running: _Running, coroutine: Coroutine[Any, Any, Any]) -> None:
+        try:
+            running.end(result=await coroutine)
+        except BaseException as error:
+            running.end(error=error)
+
+    def _finish_aborted(self) -> None:
+        if self.target.loop is not None:
+            return
+        deadline = Deadline.after(_GRACE_S)
+        while self._running is not None and not self._running.ended.is_set() and not deadline.expired:
+            self._advance(0.05)
+
+    async def _nap(self, naps: int) -> None:
+        if self.target.loop is None:
+            await _Step()
+        else:
+            await asyncio.sleep(min(0.02, 0.001 * (1 + naps)))
+
+    async def _follow(self, running: _Running, deadline: Deadline) -> list[OpStatus]:
+        """Poll the workers until all are done; on the first failure give the others up too."""
+        naps = 0
+        while True:
+            slice_s = self._slice_s if self.target.loop is None else 0.0
+            packed = await self.target.call("poll", slice_s, timeout_s=slice_s + 10.0)
+            statuses = [unpack_status(p) for p in packed]
+            running.step = min(s.step for s in statuses)
+            running.steps = max(s.steps for s in statuses)
+            running.touched = any(s.touched for s in statuses)
+            errors = [s.error for s in statuses if s.error is not None]
+            if not errors and all(s.state is OpState.DONE for s in statuses):
+                return statuses
+            if not errors and running.abort_reason is not None:
+                errors = [SyncAborted(running.abort_reason, phase=running.op)]
+            if not errors and deadline.at + _GRACE_S < time.monotonic():
+                errors = [SyncTimeout(f"{running.op} did not end within {deadline.seconds:.1f} s", phase=running.op)]
+            if errors:
+                error = first_cause(errors)
+                await self.target.call("abort", f"{type(error).__name__}: {error}", timeout_s=10.0)
+                raise error
+            await self._nap(naps)
+            naps += 1
+
+    # --- the operations ----------------------------------------------------------------------------------------
+
+    async def _prepare(self, running: _Running) -> RolloutStatus:
+        facts = await self.target.call("describe", timeout_s=30.0)
+        self._devices = tuple((str(f["device_type"]), str(f["device_id"])) for f in facts)
+        self._asleep = tuple(await self.target.asleep())
+        return self.status()
+
+    async def _connect(
+        self, running: _Running, first_rank: int, world_size: int, rendezvous: dict[str, Any], timeout_s: float
+    ) -> None:
+        deadline = Deadline.after(timeout_s)
+        self._group = ""
+        await self.target.call("connect", first_rank, world_size, rendezvous, timeout_s, timeout_s=timeout_s + 10.0)
+        await self._follow(running, deadline)
+        self._group = str(rendezvous["group"])
+
+    async def _agree(self, running: _Running, manifest: list[Any]) -> list[dict[str, Any]]:
+        return await self.target.call("agree", manifest, timeout_s=120.0)
+
+    async def _receive(
+        self,
+        running: _Running,
+        digest: str,
+        version: int,
+        bucket_size: int,
+        timeout_s: float,
+        in_flight: str = "wait",
+        manifest: list[Any] | None = None,
+    ) -> dict[str, Any]:
+        if manifest is not None:
+            await self.target.call("remember", manifest, timeout_s=60.0)
+        return await self._update(
+            running, version, in_flight, timeout_s, lambda left: ("receive", digest, bucket_size, left)
+        )
+
+    async def _receive_announced(
+        self, running: _Running, timeout_s: float, in_flight: str = "wait"
+    ) -> dict[str, Any]:
+        return await self._update(
+            running, self.version + 1, in_flight, timeout_s, lambda left: ("receive_announced", left)
+        )
+
+    async def _update(
+        self,
+        running: _Running,
+        version: int,
+        in_flight: str,
+        timeout_s: float,
+        request: Callable[[float], tuple[Any, ...]],
+    ) -> dict[str, Any]:
+        """Pause, receive, reset, commit, resume. Whatever happens the engine ends up serving one whole version, or
+        refusing; it is never left paused by accident."""
+        deadline = Deadline.after(timeout_s)
+        start = time.perf_counter()
+        try:
+            await self.target.pause(in_flight, deadline)
+            running.seconds["pause"] = time.perf_counter() - start
+            method, *args = request(deadline.remaining())
+            await self.target.call(method, *args, timeout_s=deadline.remaining() + 10.0)
+            statuses = await self._follow(running, deadline)
+            start = time.perf_counter()
+            await self.target.after_load()
+            running.seconds["reset"] = time.perf_counter() - start
+        except BaseException as error:
+            self._group = ""
+            await self._after_failure(running, error)
+            raise
+        self.version = version
+        self.contents = Contents.WHOLE
+        await self.target.resume()
+        reports = [s.result for s in statuses]
+        parts = {name for r in reports for name in r["seconds"]}
+        return {
+            "version": version,
+            "path": "; ".join(sorted({r["path"] for r in reports})),
+            "tensors": reports[0]["tensors"],
+            "nbytes": reports[0]["nbytes"],
+            "direct_bytes": min(r["direct_bytes"] for r in reports),
+            "seconds": {
+                **running.seconds,
+                **{part: max(r["seconds"].get(part, 0.0) for r in reports) for part in sorted(parts)},
+            },
+        }
+
+    async def _after_failure(self, running: _Running, error: BaseException) -> None:
+        if running.touched:
+            self.contents = Contents.MIXED
+        if self.contents is Contents.MIXED:
+            await self.target.refuse(
+                ReplicaUnavailable(
+                    f"this rollout holds a mixture of weights after a failed sync ({type(error).__name__}); "
+                    "sync again before it generates"
+                )
+            )
+        else:
+            await self.target.resume()
+
+    async def _digest(self, running: _Running, names: list[str] | None = None) -> dict[str, tuple[str, str]]:
+        """``{name: (dtype held, sha256)}``; :data:`UNVERIFIABLE` where it cannot be read back."""
+        answers = await self.target.call("pieces", names, timeout_s=600.0)
+        pieces = [[_piece(p) for p in answer["pieces"]] for answer in answers]
+        digests, partial = assemble(pieces)
+        dtypes = {piece.name: piece.dtype for worker in pieces for piece in worker}
+        result = {name: (dtypes[name], digest) for name, digest in digests.items()}
+        for name in [*partial, *(name for answer in answers for name in answer["unverifiable"])]:
+            result.setdefault(name, ("", UNVERIFIABLE))
+        return result
+
+    async def _leave(self, running: _Running) -> None:
+        self._group = ""
+        await self.target.call("leave", timeout_s=30.0)
+
+    async def _sleep(self, running: _Running, level: int) -> tuple[str, ...]:
+        await self.target.sleep(level)
+        self._asleep = tuple(await self.target.asleep())
+        if level >= 2:
+            self.contents = Contents.NONE
+        return self._asleep
+
+    async def _wake_up(self, running: _Running, tags: list[str] | None) -> tuple[str, ...]:
+        await self.target.wake_up(tags)
+        self._asleep = tuple(await self.target.asleep())
+        return self._asleep
+
+
+def first_cause(errors: list[BaseException]) -> BaseException:
+    """Of several errors of one failure the one that says most: an error of its own before a lost peer before an
+    abort that others caused."""
+
+    def weight(error: BaseException) -> int:
+        if isinstance(error, SyncAborted):
+            return 3
+        if isinstance(error, PeerLost):
+            return 2
+        return 1 if isinstance(error, SyncError) else 0
+
+    return min(errors, key=weight)
+
+
+def _piece(value: dict[str, Any]) -> Piece:
+    return Piece(**{**value, **{k: tuple(value[k]) for k in ("shape", "size", "stride")}})
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+def target_for(candidate: Any, advance: Callable[[float], None]) -> Target:
+    """The target for what ``checkpoint_target()`` returned.
+
+    Args:
+        candidate: a vLLM engine or a torch module.
+        advance: drives the running operation; called by requests that wait at a synchronous engine's door, so that an
+            actor whose only thread waits there still gets its update done.
+
+    Raises:
+        UnsupportedActor: it is neither a vLLM engine nor a torch module.
+    """
+    if isinstance(candidate, torch.nn.Module):
+        return ModuleTarget(candidate)
+    from twinkle_ray.vllm.engine import adapt
+
+    target: Target | None = adapt(candidate, advance=advance)
+    if target is not None:
+        return target
+    raise UnsupportedActor(
+        f"checkpoint_target() returned a {type(candidate).__name__}; it must be a vllm.LLM, a vllm.AsyncLLM or a "
+        "torch.nn.Module (set self.llm or self.model, or override checkpoint_target())"
+    )
+
+
+

@@ -1,0 +1,311 @@
+"""Where received tensors go.
+
+A sink is what one process that owns parameters does with the tensors of a sync. The endpoint asks it for a buffer for
+each tensor, fills that from the wire, and hands it back; whether the buffer is the parameter itself (zero copy) or a
+tensor of its own is the sink's choice alone. Two sinks exist: :class:`ModuleSink` here for a torch module, and
+:class:`twinkle_ray.vllm.loading.EngineSink` for a vLLM worker.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from twinkle_ray.digest import DTYPE_NAMES, has_own_bytes, tensor_sha256, torch_dtype
+from twinkle_ray.errors import ManifestMismatch, SyncError, UnsupportedModel
+from twinkle_ray.manifest import CASTABLE, Manifest, TensorMeta
+from twinkle_ray.sources import collect, device_of, is_dtensor, view_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What one receiver says to a manifest. Plain data: it travels to the driver.
+
+    Attributes:
+        dtypes: per tensor of the manifest the dtype held here, ``None`` where any will do.
+        unknown: one sentence per tensor that has no place here.
+        missing: names held here for which the manifest has nothing.
+        mismatched: one sentence per tensor whose shape, or not castable dtype, differs.
+        ignored: names of buffers that the receiver drops by design (they are not synced and not verified).
+    """
+
+    dtypes: tuple[str | None, ...]
+    unknown: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return (*self.unknown, *self.mismatched, *(f"{name}: the trainer does not send it" for name in self.missing))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """How a manifest came into a model. ``direct_bytes`` went from the wire straight into parameters.
+
+    ``path`` names the way: ``in place``, ``load_weights``, ``layerwise reload``.
+    """
+
+    path: str
+    tensors: int
+    nbytes: int
+    direct_bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Part of a tensor as it is really held: enough to put a tensor together from several workers.
+
+    Attributes:
+        name: the manifest's name.
+        shape: of the whole tensor.
+        dtype: torch's name of the dtype held.
+        size, stride, offset: the region of the whole (contiguous) tensor that this piece holds, in elements.
+        sha256: hex digest of the bytes if the piece is the whole tensor, else ``None``.
+        data: the piece's bytes, row-major, if it is not the whole tensor, else ``None``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    sha256: str | None = None
+    data: bytes | None = None
+
+
+class Sink(Protocol):
+    """One process's way of taking in weights. All calls of one sync come from one thread, in this order:
+    ``agree`` (once per manifest), ``begin``, then per chunk ``buffer`` for each tensor that starts in it and ``ready``
+    with those that are complete, at last ``finish``; or ``abandon`` after an error anywhere.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the parameters live."""
+        ...
+
+    def agree(self, manifest: Manifest) -> Agreement:
+        """Compare a manifest (in the trainer's dtypes) with what is held. Changes nothing."""
+        ...
+
+    def begin(self, manifest: Manifest) -> None:
+        """A sync of this (agreed) manifest starts. No parameter is touched yet."""
+        ...
+
+    def buffer(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
+        """A contiguous tensor of ``meta``'s shape and dtype on ``device``, to be overwritten from the wire.
+
+        It may be a live parameter. What is yielded or loaded later owns its storage: it is never reused.
+        """
+        ...
+
+    def ready(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
+        """These tensors (as ``buffer`` gave them, now filled) are complete, in manifest order."""
+        ...
+
+    def finish(self) -> LoadReport:
+        """All tensors are in; do what must follow loading. Raises if the model is not whole."""
+        ...
+
+    def abandon(self) -> None:
+        """The sync failed; drop all buffers and leave the model in a state from which a full sync heals it."""
+        ...
+
+    def pieces(self, manifest: Manifest, names: Sequence[str] | None) -> tuple[list[Piece], list[str]]:
+        """Read back what is really held.
+
+        Returns:
+            The pieces held here for ``names`` (``None``: all), and the names that cannot be read back here.
+        """
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Plain facts for status and reports: ``kind``, ``device``, versions."""
+        ...
+
+
+class ModuleSink:
+    """Loads into a torch module, in place.
+
+    A tensor goes to every parameter or persistent buffer that has one of its names, so a tied trainer fills an untied
+    module. Names are without wrapper segments on both sides. Memory is received straight into a parameter that is
+    contiguous and of the wire's dtype and device; for any other a tensor of its own is received and then copied.
+
+    Args:
+        target: the module. It is walked again at each ``agree`` and ``begin``, so it may be moved in between.
+
+    Raises:
+        UnsupportedModel: from ``agree`` and ``begin``: a tensor of ``target`` is a DTensor, or has no plain bytes.
+    """
+
+    def __init__(self, target: nn.Module) -> None:
+        self._target = target
+        self._places: dict[str, list[torch.Tensor]] = {}
+        self._direct: set[str] = set()
+        self._waiting: dict[str, TensorMeta] = {}
+        self._manifest: Manifest | None = None
+        self._load_s = 0.0
+
+    @property
+    def device(self) -> torch.device:
+        """Raises UnsupportedModel if the module is spread over several."""
+        return device_of(self._target)
+
+    def agree(self, manifest: Manifest) -> Agreement:
+        return self._match(manifest)[0]
+
+    def begin(self, manifest: Manifest) -> None:
+        """Raises ManifestMismatch if the module no longer fits."""
+        agreement, places = self._match(manifest)
+        problems = agreement.problems
+        if problems:
+            raise ManifestMismatch("the module changed since it agreed: " + "; ".join(problems[:10]), problems=problems)
+        self._places = places
+        self._manifest = manifest
+        self._waiting = {meta.name: meta for meta in manifest}
+        self._direct = set()
+        self._load_s = 0.0
+
+    def buffer(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
+        place = self._places[meta.name][0]
+        dtype = torch_dtype(meta.dtype)
+        if place.dtype == dtype and _same_device(place.device, device) and has_own_bytes(place):
+            self._direct.add(meta.name)
+            return place.detach()
+        return torch.empty(meta.shape, dtype=dtype, device=device)
+
+    def ready(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
+        started = time.perf_counter()
+        # unlike no_grad, inference mode may also write to parameters that were made under it
+        with torch.inference_mode():
+            for meta, tensor in tensors:
+                places = self._places[meta.name]
+                for place in places[1:] if meta.name in self._direct else places:
+                    place.copy_(tensor)
+                self._waiting.pop(meta.name, None)
+        self._load_s += time.perf_counter() - started
+
+    def finish(self) -> LoadReport:
+        """Raises SyncError if a tensor never came."""
+        if self._manifest is None or self._waiting:
+            names = ", ".join(list(self._waiting)[:10])
+            raise SyncError(f"{len(self._waiting)} tensors never came: {names}", phase="transfer")
+        report = LoadReport(
+            path="in place",
+            tensors=len(self._manifest),
+            nbytes=self._manifest.nbytes,
+            direct_bytes=sum(meta.nbytes for meta in self._manifest if meta.name in self._direct),
+            seconds={"load": self._load_s},
+        )
+        self.abandon()
+        return report
+
+    def abandon(self) -> None:
+        self._places, self._direct, self._waiting, self._manifest = {}, set(), {}, None
+
+    def pieces(self, manifest: Manifest, names: Sequence[str] | None) -> tuple[list[Piece], list[str]]:
+        """One piece per parameter: a tied tensor that is held twice gives two, and they must agree."""
+        chosen = None if names is None else set(names)
+        places = self._match(manifest)[1]
+        pieces: list[Piece] = []
+        absent: list[str] = []
+        for meta in manifest:
+            if chosen is not None and chosen.isdisjoint(meta.names):
+                continue
+            if not places[meta.name]:
+                absent.append(meta.name)
+            for tensor in places[meta.name]:
+                pieces.append(
+                    Piece(
+                        name=meta.name,
+                        shape=tuple(tensor.shape),
+                        dtype=DTYPE_NAMES[tensor.dtype],
+                        size=tuple(tensor.shape),
+                        stride=_row_major(tensor.shape),
+                        offset=0,
+                        sha256=tensor_sha256(tensor),
+                    )
+                )
+        if chosen is not None:
+            known = {name for meta in manifest for name in meta.names}
+            absent += [name for name in dict.fromkeys(names or ()) if name not in known]
+        return pieces, absent
+
+    def describe(self) -> dict[str, Any]:
+        held = [tensor for _, tensor in self._held()]
+        return {
+            "kind": "module",
+            "device": str(self.device),
+            "tensors": len(held),
+            "nbytes": sum(tensor.nbytes for tensor in held),
+        }
+
+    def _held(self) -> list[tuple[list[str], torch.Tensor]]:
+        """Each tensor once, with all its names."""
+        groups: dict[tuple[Any, ...], tuple[list[str], torch.Tensor]] = {}
+        for name, tensor, _ in collect(self._target):
+            if is_dtensor(tensor):
+                raise UnsupportedModel(f"{name}: the receiving module is sharded (DTensor); only whole ones can load")
+            groups.setdefault(view_key(name, tensor), ([], tensor))[0].append(name)
+        return list(groups.values())
+
+    def _match(self, manifest: Manifest) -> tuple[Agreement, dict[str, list[torch.Tensor]]]:
+        held = self._held()
+        index_of = {name: index for index, (names, _) in enumerate(held) for name in names}
+        taken: dict[int, str] = {}
+        places: dict[str, list[torch.Tensor]] = {}
+        dtypes: list[str | None] = []
+        unknown: list[str] = []
+        mismatched: list[str] = []
+        for meta in manifest:
+            indices = list(dict.fromkeys(index_of[name] for name in meta.names if name in index_of))
+            places[meta.name] = [held[index][1] for index in indices]
+            if not indices:
+                unknown.append(f"{meta.name}: no parameter or persistent buffer has this name")
+            for index in indices:
+                names, tensor = held[index]
+                other = taken.setdefault(index, meta.name)
+                if other != meta.name:
+                    mismatched.append(f"{meta.name}: two different tensors for one tied weight, the other is {other}")
+                mismatched += _differences(meta, names[0], tensor)
+            found = {DTYPE_NAMES[place.dtype] for place in places[meta.name]}
+            dtypes.append(found.pop() if len(found) == 1 else None)
+        agreement = Agreement(
+            dtypes=tuple(dtypes),
+            unknown=tuple(unknown),
+            missing=tuple(names[0] for index, (names, _) in enumerate(held) if index not in taken),
+            mismatched=tuple(mismatched),
+        )
+        return agreement, places
+
+
+def _differences(meta: TensorMeta, held_as: str, tensor: torch.Tensor) -> Iterator[str]:
+    if tuple(tensor.shape) != meta.shape:
+        yield f"{meta.name}: shape {meta.shape} from the trainer, {tuple(tensor.shape)} held as {held_as}"
+    dtype = DTYPE_NAMES[tensor.dtype]
+    if dtype != meta.dtype and not {dtype, meta.dtype} <= CASTABLE:
+        yield f"{meta.name}: {meta.dtype} from the trainer cannot be cast to {dtype} held as {held_as}"
+
+
+def _same_device(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.type == "cpu" or _index(one) == _index(other))
+
+
+def _index(device: torch.device) -> int:
+    if device.index is not None:
+        return device.index
+    return int(torch.get_device_module(device.type).current_device())
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

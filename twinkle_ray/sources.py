@@ -1,0 +1,424 @@
+"""Where sent tensors come from: a torch module, sharded or not, or a user's function.
+
+A source says what it has (:meth:`WeightSource.manifest`) and then yields exactly that (:meth:`WeightSource.tensors`).
+All trainer ranks walk in one order, because a sharded tensor is gathered by all of them together: whoever starts a
+stream must see it to its end, by consuming or by closing it, or the other ranks stay in an all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from operator import eq
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from twinkle_ray.digest import DTYPE_NAMES, has_own_bytes, torch_dtype
+from twinkle_ray.errors import ConfigError, ManifestMismatch, UnsupportedModel
+from twinkle_ray.manifest import CASTABLE, Manifest, TensorMeta
+from twinkle_ray.names import loaded_class, walk
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+NamedWeights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+Entry = tuple[str, torch.Tensor, str]
+"""Name without wrapper segments, tensor, and kind (``parameter`` or ``buffer``)."""
+
+_PLAIN = (nn.Parameter, torch.Tensor)
+_PEFT = (
+    ("peft.peft_model", "PeftModel"),
+    ("peft.mixed_model", "PeftMixedModel"),
+    ("peft.tuners.tuners_utils", "BaseTunerLayer"),
+    ("peft.utils.other", "ModulesToSaveWrapper"),
+    ("peft.utils.other", "AuxiliaryTrainingWrapper"),
+)
+
+
+class WeightSource:
+    """The weights of one trainer process.
+
+    Args:
+        weights: a module, or a function that returns an iterable of (name, tensor) and is called anew each time the
+            weights are walked. Such a function is called on every rank and may itself run collectives; its tensors
+            are sent as they come: a tied weight is best yielded once, and a tensor's memory must not be written
+            again within the walk, since several may wait for one launch. Kinds are all ``parameter``.
+
+    Raises:
+        ConfigError: ``weights`` is neither; an iterator, for one, could serve a single sync only.
+    """
+
+    def __init__(self, weights: nn.Module | NamedWeights) -> None:
+        if not isinstance(weights, nn.Module) and not callable(weights):
+            raise ConfigError(
+                f"weights are a {type(weights).__name__}, but must be a torch module or a function that returns "
+                "(name, tensor) pairs and can be called at each sync"
+            )
+        self._weights = weights
+        self._manifest: Manifest | None = None
+        self._names: list[str] = []
+        self._kinds: list[str] = []
+        self._keys: list[tuple[Any, ...]] = []
+        self._first: list[int] = []
+
+    def manifest(self) -> Manifest:
+        """What there is to send now, in the trainer's own dtypes; compare digests to notice a changed model.
+
+        Parameters and persistent buffers in the order of ``state_dict``, a DTensor with its global shape. Tensors
+        that are one view of one storage are one entry with aliases; other overlaps are separate entries. FSDP2
+        modules are resharded first, as their ``state_dict`` does. A user's function is iterated once, on all ranks,
+        and nothing of it is kept.
+
+        Raises:
+            ConfigError: there is no tensor, or two have one name.
+            UnsupportedModel: a tensor is on the meta device, quantised, sparse or of an unknown subclass; or the
+                module holds PEFT adapters or shards of FSDP1.
+        """
+        if isinstance(self._weights, nn.Module):
+            return self._walk(self._weights)[0]
+        metas = []
+        for name, tensor in self._weights():
+            check_tensor(name, tensor)
+            metas.append(TensorMeta(name=name, shape=tuple(tensor.shape), dtype=DTYPE_NAMES[tensor.dtype]))
+            del tensor
+        if not metas:
+            raise ConfigError("the trainer has no weights: its named_weights() yields nothing")
+        return Manifest(tuple(metas))
+
+    def tensors(self, wire: Manifest) -> TensorStream:
+        """The tensors of ``wire``, in its order and its dtypes. Collective if any is sharded.
+
+        Use it in a ``with`` block: leaving that early runs the gathers that the other ranks still wait for.
+
+        Raises:
+            ManifestMismatch: the model has changed since ``wire`` was agreed. For a module at once, for a user's
+                function when the first such tensor comes.
+        """
+        if not isinstance(self._weights, nn.Module):
+            return TensorStream(iter(self._weights()), wire)
+        mine, tensors = self._walk(self._weights)
+        _require_same(mine, wire)
+        return TensorStream(zip([meta.name for meta in mine], tensors, strict=True), wire)
+
+    def gather_only(self, wire: Manifest) -> None:
+        """Take part in the collectives of :meth:`tensors` on a rank that sends nothing, and keep nothing.
+
+        Raises:
+            ManifestMismatch: as :meth:`tensors`, and on the same tensor.
+        """
+        with self.tensors(wire) as stream:
+            while stream.skip():
+                pass
+
+    def device(self) -> torch.device:
+        """Where the tensors are; see :func:`device_of`. A user's function is iterated once, on all ranks."""
+        return device_of(self._weights if isinstance(self._weights, nn.Module) else self._weights())
+
+    def _walk(self, module: nn.Module) -> tuple[Manifest, list[torch.Tensor]]:
+        """The manifest and, in its order, the tensors."""
+        names: list[str] = []
+        tensors: list[torch.Tensor] = []
+        kinds: list[str] = []
+        for name, tensor, kind in collect(module):
+            names.append(name)
+            tensors.append(tensor)
+            kinds.append(kind)
+        if not names:
+            raise ConfigError(
+                f"the trainer has no weights: {type(module).__name__} holds neither parameters nor persistent buffers"
+            )
+        # a manifest is a function of these lists and of nothing else, so equal lists need no new one; the keys are
+        # compared one by one because a hundred thousand new tuples would set off a full garbage collection
+        known = self._manifest is not None and names == self._names and kinds == self._kinds
+        if not known or not all(map(eq, map(view_key, names, tensors), self._keys)):
+            self._names, self._kinds, self._keys = names, kinds, list(map(view_key, names, tensors))
+            self._manifest = None
+            self._manifest, self._first = _group(names, tensors, kinds, self._keys)
+        assert self._manifest is not None
+        return self._manifest, [tensors[index] for index in self._first]
+
+
+class TensorStream:
+    """Tensors of one sync, each contiguous, of the wire's dtype and shape, detached: an iterator to be closed.
+
+    A tensor that is contiguous and of the right dtype is the parameter's own memory; any other is one copy. A DTensor
+    is cast, shard by shard, and then gathered. Besides what the consumer keeps, one tensor is alive at a time.
+
+    Closing runs the gathers that are left, also if none was run yet, so that the other ranks get through theirs. If a
+    gather itself failed there is no step to keep, and closing does nothing.
+    """
+
+    def __init__(self, pairs: Iterator[tuple[str, torch.Tensor]], wire: Manifest) -> None:
+        self._pairs = pairs
+        self._metas = iter(wire)
+        self._total = len(wire)
+        self._over = False
+
+    def __iter__(self) -> TensorStream:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        """Raises ManifestMismatch if the next tensor is not the next one of the manifest."""
+        step = self._step()
+        if step is None:
+            raise StopIteration
+        tensor, meta = step
+        dtype = torch_dtype(meta.dtype)
+        if tensor.dtype == dtype and has_own_bytes(tensor):
+            return tensor.detach()
+        with torch.no_grad():
+            return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+
+    def skip(self) -> bool:
+        """Run the next tensor's collective and checks, and drop the result. ``False`` at the end."""
+        return self._step() is not None
+
+    def close(self) -> None:
+        """Run the collectives that are left, and drop their results."""
+        while not self._over:
+            self._gather_next()
+
+    def __enter__(self) -> TensorStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as late:
+            if error is None:
+                raise
+            error.add_note(f"while the other trainer ranks were let go: {type(late).__name__}: {late}")
+
+    def _step(self) -> tuple[torch.Tensor, TensorMeta] | None:
+        # every check comes after the gather: ranks that disagree about a tensor must still leave it together
+        name, tensor, meta = self._gather_next()
+        if tensor is None and meta is None:
+            return None
+        if tensor is None:
+            assert meta is not None
+            raise _changed(f"{meta.name}: agreed, but the trainer no longer yields it")
+        if meta is None:
+            raise _changed(f"{name}: yielded after all {self._total} agreed tensors")
+        if name != meta.name:
+            raise _changed(f"{name}: yielded where {meta.name} was agreed")
+        if tuple(tensor.shape) != meta.shape:
+            raise _changed(f"{name}: shape {tuple(tensor.shape)}, agreed was {meta.shape}")
+        if not _castable(DTYPE_NAMES[tensor.dtype], meta.dtype):
+            raise _changed(f"{name}: dtype {tensor.dtype} cannot be sent as the agreed {meta.dtype}")
+        return tensor, meta
+
+    def _gather_next(self) -> tuple[str, torch.Tensor | None, TensorMeta | None]:
+        if self._over:
+            return "", None, None
+        self._over = True  # stays so if the user's function or the gather raises
+        meta = next(self._metas, None)
+        with torch.no_grad():
+            pair = next(self._pairs, None)
+            if pair is None:
+                return "", None, meta
+            name, tensor = pair
+            check_tensor(name, tensor)
+            if is_dtensor(tensor):
+                own = DTYPE_NAMES[tensor.dtype]
+                castable = meta is not None and _castable(own, meta.dtype)
+                tensor = _gather(tensor, meta.dtype if meta is not None and castable else own)
+        self._over = False
+        return name, tensor, meta
+
+
+def collect(module: nn.Module) -> Iterator[Entry]:
+    """All parameters and persistent buffers, by every name they have, in the order of ``state_dict``.
+
+    Raises:
+        UnsupportedModel: as :meth:`WeightSource.manifest`.
+    """
+    fsdp2 = loaded_class("torch.distributed.fsdp", "FSDPModule")
+    fsdp1 = loaded_class("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+    kinds: set[type] = set()
+    meta: list[str] = []
+    for _, prefix, place in walk(module):
+        if type(place) not in kinds:
+            _reject_adapter(type(place))
+            kinds.add(type(place))
+        if fsdp2 is not None and isinstance(place, fsdp2):
+            cast(Any, place).reshard()
+        if fsdp1 is not None and isinstance(place, fsdp1):
+            _reject_flat_shards(prefix, place)
+        for kind, tensors in (("parameter", place._parameters), ("buffer", place._buffers)):
+            for key, tensor in tensors.items():
+                if tensor is None or (kind == "buffer" and key in place._non_persistent_buffers_set):
+                    continue
+                if tensor.is_meta:
+                    meta.append(prefix + key)
+                    continue
+                check_tensor(prefix + key, tensor)
+                yield prefix + key, tensor, kind
+    if meta:
+        shown = ", ".join(meta[:10]) + (", ..." if len(meta) > 10 else "")
+        raise UnsupportedModel(f"{len(meta)} tensors are on the meta device and have no values: {shown}")
+
+
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what plain bytes cannot express.
+
+    Raises:
+        UnsupportedModel: not a tensor, a subclass other than Parameter and DTensor, meta, sparse, or quantised.
+    """
+    kind = type(tensor)
+    if kind not in _PLAIN:
+        local = tensor._local_tensor if is_dtensor(tensor) else None
+        if local is None or type(local) not in _PLAIN:
+            inner = f"a DTensor of {type(local).__name__}" if local is not None else f"a {kind.__name__}"
+            raise UnsupportedModel(f"{name}: {inner} cannot be sent as plain bytes; send it from named_weights()")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedModel(f"{name}: its layout is {tensor.layout}, only strided tensors can be sent")
+    if tensor.dtype not in DTYPE_NAMES:
+        raise UnsupportedModel(f"{name}: its dtype {tensor.dtype} cannot be sent")
+    if tensor.is_meta:
+        raise UnsupportedModel(f"{name}: it is on the meta device and has no values")
+
+
+def view_key(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two living tensors exactly if they are the same view of the same memory.
+
+    Raises:
+        UnsupportedModel: the tensor's storage is freed.
+    """
+    shape, dtype = tensor.shape, tensor.dtype
+    # a shard may be empty on some ranks only, and empty tensors all have one address: there the object counts
+    if type(tensor) not in _PLAIN or 0 in shape:
+        return shape, dtype, id(tensor)
+    address = tensor.data_ptr()
+    if address == 0:
+        raise UnsupportedModel(f"{name}: its storage is freed; bring the parameters back before the sync")
+    return shape, dtype, address, tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg()
+
+
+def device_of(weights: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> torch.device:
+    """The one device of a module's parameters and persistent buffers, or of (name, tensor) pairs. Meta is ignored.
+
+    A DTensor counts where its mesh gathers it, which is not where its shard is under CPU offload.
+
+    Raises:
+        UnsupportedModel: two tensors are on different devices.
+        ConfigError: there is no tensor with a device.
+    """
+    if isinstance(weights, nn.Module):
+        weights = (
+            (prefix + key, tensor)
+            for _, prefix, place in walk(weights)
+            for tensors in (place._parameters, place._buffers)
+            for key, tensor in tensors.items()
+            if tensor is not None and key not in place._non_persistent_buffers_set
+        )
+    found: tuple[str, torch.device] | None = None
+    for name, tensor in weights:
+        if tensor.is_meta:
+            continue
+        device = _gathered_on(tensor) if is_dtensor(tensor) else tensor.device
+        if found is None:
+            found = name, device
+        elif device != found[1]:
+            raise UnsupportedModel(f"{found[0]} is on {found[1]}, but {name} on {device}; one device is needed")
+    if found is None:
+        raise ConfigError("there are no weights, so there is no device")
+    return found[1]
+
+
+def reject_adapters(module: nn.Module) -> None:
+    """Refuse a module with PEFT adapters. PEFT is not imported for it.
+
+    Raises:
+        UnsupportedModel: one is there.
+    """
+    for kind in {type(place) for place in module.modules()}:
+        _reject_adapter(kind)
+
+
+def is_dtensor(tensor: torch.Tensor) -> TypeIs[DTensor]:
+    if type(tensor) in _PLAIN:
+        return False
+    cls = loaded_class("torch.distributed.tensor", "DTensor")
+    return cls is not None and isinstance(tensor, cls)
+
+
+def _reject_adapter(kind: type) -> None:
+    adapters = tuple(cls for module, name in _PEFT if (cls := loaded_class(module, name)))
+    if adapters and issubclass(kind, adapters):
+        raise UnsupportedModel(f"the trainer holds PEFT adapters ({kind.__name__}), which cannot be synced yet")
+
+
+def _reject_flat_shards(prefix: str, module: Any) -> None:
+    handle = module._handle
+    if handle is not None and (handle.uses_sharded_strategy or not module._use_orig_params):
+        raise UnsupportedModel(
+            f"{prefix.rstrip('.') or 'the trainer'} is sharded or flattened by FSDP1, whose parameters have no shapes "
+            "of their own; use fully_shard (FSDP2), or send full tensors from named_weights()"
+        )
+
+
+def _gathered_on(tensor: DTensor) -> torch.device:
+    local = tensor._local_tensor.device
+    mesh = tensor.device_mesh.device_type
+    return local if local.type == mesh else torch.device(mesh, torch.get_device_module(mesh).current_device())
+
+
+def _gather(tensor: DTensor, dtype: str) -> torch.Tensor:
+    shards: Any = tensor
+    if tensor._local_tensor.device.type != tensor.device_mesh.device_type:
+        shards = shards.to(tensor.device_mesh.device_type)  # CPU offload: the mesh's group cannot move CPU memory
+    if not any(placement.is_partial() for placement in tensor.placements):
+        shards = shards.to(torch_dtype(dtype))  # a sum of casts is not the cast of a sum
+    gathered: torch.Tensor = shards.full_tensor()
+    return gathered
+
+
+def _group(
+    names: list[str], tensors: list[torch.Tensor], kinds: list[str], keys: list[tuple[Any, ...]]
+) -> tuple[Manifest, list[int]]:
+    """One entry per key, under its first name; also the index of that name."""
+    first_of: dict[tuple[Any, ...], int] = {}
+    aliases: dict[int, list[str]] = {}
+    for index, key in enumerate(keys):
+        first = first_of.setdefault(key, index)
+        if first != index:
+            aliases.setdefault(first, []).append(names[index])
+    metas = tuple(
+        TensorMeta(
+            name=names[index],
+            shape=tuple(tensors[index].shape),
+            dtype=DTYPE_NAMES[tensors[index].dtype],
+            kind=kinds[index],
+            aliases=tuple(aliases.get(index, ())),
+        )
+        for index in first_of.values()
+    )
+    return Manifest(metas), list(first_of.values())
+
+
+def _castable(own: str, agreed: str) -> bool:
+    return own == agreed or (own in CASTABLE and agreed in CASTABLE)
+
+
+def _changed(problem: str) -> ManifestMismatch:
+    return ManifestMismatch(f"the trainer changed since the manifest was agreed: {problem}", problems=(problem,))
+
+
+def _require_same(mine: Manifest, wire: Manifest) -> None:
+    if mine.digest == wire.digest:
+        return
+    if len(mine) != len(wire):
+        raise _changed(f"it has {len(mine)} tensors, agreed were {len(wire)}")
+    for have, agreed in zip(mine, wire, strict=True):
+        if have.names != agreed.names or have.shape != agreed.shape:
+            raise _changed(
+                f"{have.name} {have.shape} also named {have.aliases}, agreed was "
+                f"{agreed.name} {agreed.shape} also named {agreed.aliases}"
+            )
+        if not _castable(have.dtype, agreed.dtype):
+            raise _changed(f"{have.name}: dtype {have.dtype} cannot be sent as the agreed {agreed.dtype}")

@@ -1,0 +1,69 @@
+"""Who has which rank. Pure.
+
+One group holds the senders and every process that owns a rollout's parameters: world size = senders + workers. The
+first trainer is rank 0; the workers of a replica are neighbours, in the order of the replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twinkle_ray.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Ranks of one group.
+
+    Attributes:
+        world_size: members of the group.
+        trainer_ranks: per trainer its rank, ``None`` for one that only takes part in gathers.
+        rollout_ranks: per rollout the ranks of its workers.
+    """
+
+    world_size: int
+    trainer_ranks: tuple[int | None, ...]
+    rollout_ranks: tuple[tuple[int, ...], ...]
+
+    def owner(self, rank: int) -> str:
+        """The member with this rank, as errors name it: ``trainer[0]``, ``rollout[2]``."""
+        for index, ranks in enumerate(self.rollout_ranks):
+            if rank in ranks:
+                return f"rollout[{index}]"
+        return f"trainer[{self.trainer_ranks.index(rank)}]" if rank in self.trainer_ranks else f"rank {rank}"
+
+
+def build(trainers: int, workers: Sequence[int]) -> Topology:
+    """Topology of ``trainers`` trainers, the first of which sends, and replicas with ``workers[i]`` workers each.
+
+    Raises:
+        ConfigError: no trainer, no rollout, or a replica without workers.
+    """
+    if trainers < 1:
+        raise ConfigError("there is no trainer actor; a sync needs at least one")
+    if not workers:
+        raise ConfigError("there is no rollout actor; a sync needs at least one")
+    ranks: list[tuple[int, ...]] = []
+    rank = 1
+    for index, count in enumerate(workers):
+        if count < 1:
+            raise ConfigError(f"rollout[{index}] has {count} workers; it needs at least one")
+        ranks.append(tuple(range(rank, rank + count)))
+        rank += count
+    return Topology(
+        world_size=rank, trainer_ranks=(0, *[None] * (trainers - 1)), rollout_ranks=tuple(ranks)
+    )
+
+
+def init_arguments(made: Topology, metadata: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """Arguments of ``init_process_group`` for all trainers and all rollouts, in the seeds' form: dicts of lists, rank -1
+    for a trainer that is not in the group. Every rollout is one rank."""
+
+    def arguments(ranks: list[int]) -> dict[str, list[Any]]:
+        count = len(ranks)
+        return {"rank": ranks, "world_size": [made.world_size] * count, "master_metadata": [metadata] * count}
+
+    trainers = [-1 if rank is None else rank for rank in made.trainer_ranks]
+    return arguments(trainers), arguments([ranks[0] for ranks in made.rollout_ranks])

@@ -1,0 +1,156 @@
+"""The trainer actor's side of a sync: its weights as a source, and its endpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from twinkle_ray.digest import tensor_sha256
+from twinkle_ray.endpoint import Endpoint, Operation
+from twinkle_ray.errors import ManifestMismatch, SyncError
+from twinkle_ray.manifest import Manifest
+from twinkle_ray.sources import NamedWeights, WeightSource
+from twinkle_ray.transfer import send
+from twinkle_ray.types import Deadline, Rendezvous, TrainerStatus
+from twinkle_ray.worker import announce, device_facts
+
+
+class Training:
+    """State of one trainer actor.
+
+    Args:
+        weights: what is sent, asked anew at each call, so that a model replaced between two syncs is seen: a module, or
+            a function that yields ``(name, tensor)``.
+    """
+
+    def __init__(self, weights: Callable[[], torch.nn.Module | NamedWeights]) -> None:
+        self._weights = weights
+        self._source = WeightSource(weights())
+        self._held: object = None
+        self.endpoint = Endpoint(self._source.device())
+        self.rank: int | None = None
+        self._agreed: tuple[str, Manifest] | None = None
+
+    def source(self) -> WeightSource:
+        """The source of the present weights; its caches live as long as the same module is held."""
+        weights = self._weights()
+        if isinstance(weights, torch.nn.Module):
+            if weights is not self._held:
+                self._held, self._source = weights, WeightSource(weights)
+            device = self._source.device()
+            if device != self.endpoint.device:  # offloaded, or moved: other streams, perhaps another backend
+                self.endpoint.leave()
+                self.endpoint = Endpoint(device)
+        return self._source
+
+    def status(self) -> TrainerStatus:
+        """Raises what the source raises: a trainer without weights, a model that cannot be sent."""
+        manifest = self.source().manifest()
+        endpoint = self.endpoint
+        facts = device_facts(endpoint.device)
+        return TrainerStatus(
+            digest=manifest.digest,
+            tensors=len(manifest),
+            nbytes=manifest.nbytes,
+            device=(facts["device_type"], facts["device_id"]),
+            group=endpoint.rendezvous.group if endpoint.rendezvous is not None and endpoint.is_sound() else "",
+            pid=os.getpid(),
+        )
+
+    def manifest(self) -> list[Any]:
+        """The manifest in the trainer's own dtypes, in JSON form."""
+        return self.source().manifest().as_json()
+
+    def agree(self, digest: str, dtypes: tuple[str, ...]) -> str:
+        """Fix the wire dtypes of the manifest with this digest; the wire manifest's digest.
+
+        Raises:
+            ManifestMismatch: the model has another manifest by now, or this rank's differs from rank 0's.
+        """
+        manifest = self._current(digest)
+        wire = manifest.with_dtypes(dtypes)
+        self._agreed = (digest, wire)
+        return wire.digest
+
+    def connect(self, rank: int, world_size: int, rendezvous: Rendezvous, timeout_s: float) -> None:
+        """Join the group; ``rank`` -1 means: not in it."""
+        self.rank = None if rank < 0 else rank
+        if self.rank is not None:
+            self.endpoint.connect(rank, world_size, rendezvous, Deadline.after(timeout_s)).outcome()
+
+    def send(self, digest: str, bucket_size: int, timeout_s: float) -> dict[str, Any]:
+        """Send the agreed manifest; returns once the last byte has been read from this trainer's memory.
+
+        A trainer that is not in the group only takes part in the gathers of sharded parameters.
+        """
+        if self._agreed is None or self._agreed[1].digest != digest:
+            raise SyncError(f"no manifest {digest} was agreed with this trainer", phase="transfer")
+        own, wire = self._agreed
+        self._current(own)
+        return self._send(wire, bucket_size, Deadline.after(timeout_s), announced=False)
+
+    def send_announced(self, bucket_size: int, timeout_s: float) -> dict[str, Any]:
+        """Send the model in its own dtypes, its manifest first, to receivers that were told nothing."""
+        return self._send(self.source().manifest(), bucket_size, Deadline.after(timeout_s), announced=True)
+
+    def _send(self, wire: Manifest, bucket_size: int, deadline: Deadline, *, announced: bool) -> dict[str, Any]:
+        source = self.source()
+
+        def work(operation: Operation) -> dict[str, Any]:
+            if self.rank is None:
+                source.gather_only(wire)
+                return {}
+            group = self.endpoint.group
+            if group is None:
+                raise SyncError("this trainer is in no sync group", phase="transfer")
+            # On an error the stream's exit still makes the gathers that the other trainer ranks are in.
+            with source.tensors(wire) as tensors:
+                try:
+                    # What the caller has put on the device (an optimizer step on any stream) must have ended.
+                    _fence(self.endpoint.device)
+                    if announced:
+                        announce(operation, group, wire, bucket_size)
+                    send(group, tensors, wire, bucket_size, operation)
+                except BaseException as error:
+                    group.abort(f"{type(error).__name__}: {error}")  # the receivers need not wait for those gathers
+                    raise
+            return {"nbytes": wire.nbytes, "tensors": len(wire), "seconds": operation.seconds}
+
+        result: dict[str, Any] = self.endpoint.start("transfer", work, deadline).outcome()
+        return result
+
+    def digests(self, names: list[str] | None, digest: str | None, dtypes: tuple[str, ...] | None) -> dict[str, str]:
+        """``{name: sha256}`` of the weights as they would be sent in these dtypes. Collective over sharded ranks.
+
+        Args:
+            names: only these; ``None``: all.
+            digest: of the manifest that is meant; ``None``: the present one.
+            dtypes: on the wire; ``None``: the trainer's own.
+        """
+        manifest = self.source().manifest() if digest is None else self._current(digest)
+        wire = manifest if dtypes is None else manifest.with_dtypes(dtypes)
+        wanted = None if names is None else set(names)
+        result = {}
+        with torch.no_grad(), self._source.tensors(wire) as tensors:
+            for meta, tensor in zip(wire, tensors, strict=True):
+                if wanted is None or wanted & set(meta.names):
+                    result[meta.name] = tensor_sha256(tensor)
+        return result
+
+    def _current(self, digest: str) -> Manifest:
+        manifest = self.source().manifest()
+        if manifest.digest != digest:
+            raise ManifestMismatch(
+                "this trainer's weights changed in name, shape or dtype since they were agreed (or differ from "
+                "trainer[0]'s); nothing was sent, sync again"
+            )
+        return manifest
+
+
+def _fence(device: torch.device) -> None:
+    module = getattr(torch, device.type, None)
+    if device.type != "cpu" and module is not None:
+        module.synchronize(device)

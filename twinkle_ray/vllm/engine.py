@@ -1,0 +1,474 @@
+"""vLLM engines as a rollout's target: one interface over three process models.
+
+    llm in process        vllm.LLM whose engine core runs in the actor: its worker too, or worker processes (TP > 1)
+    llm in child process  vllm.LLM whose engine core is a child (vLLM's default)
+    async llm             vllm.AsyncLLM, whose engine core always is a child
+
+All methods are coroutines; those of :class:`LLMEngine` complete without suspending, so that code which advances a
+coroutine by hand can drive them. Each call into a child is bounded in time: vLLM itself waits for an answer for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from twinkle_ray.errors import ReplicaUnavailable, SyncError, SyncTimeout, UnsupportedActor, UnsupportedModel
+from twinkle_ray.types import Deadline
+from twinkle_ray.vllm.door import Door, still_running
+from twinkle_ray.vllm.plugin import EXTENSION
+from twinkle_ray.vllm.worker import WorkerExtension, answer, error_from_plain
+
+IN_FLIGHT = ("wait", "abort", "keep")
+"""What may become of running requests when an engine pauses."""
+
+_ADAPTER = "_twinkle_ray_engine"
+_GRACE_S = 5.0
+_SLEEP_S = 300.0
+_ALL_TAGS = ("weights", "kv_cache")
+
+
+def adapt(
+    candidate: Any, *, advance: Callable[[float], None] | None = None, wait_s: float = 60.0
+) -> LLMEngine | AsyncEngine | None:
+    """The adapter of a vLLM engine; always the same one for one engine. ``None`` for anything else.
+
+    Args:
+        candidate: perhaps a ``vllm.LLM`` or a ``vllm.AsyncLLM``. vLLM is not imported for the question.
+        advance: see :class:`~twinkle_ray.vllm.door.Door`; unused for ``AsyncLLM``.
+        wait_s: how long a request waits for an update to end before it is refused.
+
+    Raises:
+        UnsupportedModel: the engine is pipeline- or data-parallel.
+    """
+    kinds: tuple[tuple[str, str, type[LLMEngine] | type[AsyncEngine]], ...] = (
+        ("vllm.entrypoints.llm", "LLM", LLMEngine),
+        ("vllm.v1.engine.async_llm", "AsyncLLM", AsyncEngine),
+    )
+    for module, name, adapter in kinds:
+        cls = getattr(sys.modules.get(module), name, None)
+        if cls is not None and isinstance(candidate, cls):
+            engine: LLMEngine | AsyncEngine | None = vars(candidate).get(_ADAPTER)
+            if engine is None:
+                engine = adapter(candidate, wait_s=wait_s)
+                setattr(candidate, _ADAPTER, engine)
+            if isinstance(engine, LLMEngine) and advance is not None:
+                engine.door.advance = advance
+            return engine
+    return None
+
+
+class LLMEngine:
+    """A ``vllm.LLM``.
+
+    Attributes:
+        kind: ``llm in process`` or ``llm in child process``.
+        loop: always ``None``.
+        workers: processes that own parameters.
+        door: what keeps ``self.llm.generate`` out meanwhile.
+    """
+
+    loop: asyncio.AbstractEventLoop | None = None
+
+    def __init__(self, llm: Any, *, wait_s: float = 60.0) -> None:
+        self._llm = llm
+        self._engine = llm.llm_engine
+        self.workers = _workers(self._engine.vllm_config)
+        self._in_process = hasattr(self._engine.engine_core, "engine_core")
+        self.kind = "llm in process" if self._in_process else "llm in child process"
+        self._extended = _is_extended(self._engine.vllm_config)
+        self._asleep: set[str] = set()
+        self._core_paused = False
+        self._core_sleep: Callable[..., Any] = self._engine.sleep
+        self._core_wake: Callable[..., Any] = self._engine.wake_up
+        self.door = Door(self._engine, abort=self._abort, own_core=self._in_process, wait_s=wait_s)
+        self.door.install()
+        self._engine.sleep = self._note_sleep
+        self._engine.wake_up = self._note_wake
+        self._sends = threading.RLock()
+        if not self._in_process:
+            self._guard_socket()
+
+    def detach(self) -> None:
+        """Take every trace of this adapter off the engine."""
+        self.door.remove()
+        for holder, name in (
+            (self._engine, "sleep"),
+            (self._engine, "wake_up"),
+            (self._engine.engine_core, "_send_input"),
+            (self._llm, _ADAPTER),
+        ):
+            vars(holder).pop(name, None)
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Call a method of ``WorkerSide`` in every worker; the results in rank order.
+
+        Raises:
+            SyncTimeout: no answer within ``timeout_s``.
+            UnsupportedActor: the engine's workers carry no extension of ours and are out of reach.
+            TwinkleRayError: what a worker raised.
+        """
+        if self._in_process:
+            target: Any = "twinkle_call" if self._extended else answer
+            # The pipe to worker processes is not for two threads, and a step in another one uses it.
+            with self.door.lock:
+                answers = self._engine.collective_rpc(target, timeout=timeout_s, args=(method, *args))
+            return _results(answers)
+        _require_extension(self._extended)
+        return _results(
+            self._ask(
+                f"{method} in the workers",
+                timeout_s + _GRACE_S,
+                lambda: self._engine.collective_rpc("twinkle_call", timeout=timeout_s, args=(method, *args)),
+            )
+        )
+
+    async def pause(self, in_flight: str, deadline: Deadline) -> None:
+        """Let no request read the weights from here on.
+
+        Args:
+            in_flight: ``wait`` for running requests, ``abort`` them (finish reason ``abort``), or ``keep`` them frozen.
+            deadline: by when they must have ended.
+
+        Raises:
+            SyncTimeout: they had not; the engine serves again.
+        """
+        mode = _mode(in_flight)
+        try:
+            self.door.close()
+            if self._in_process:
+                if mode == "wait":
+                    self.door.drain(deadline)
+                else:
+                    self.door.freeze(abort=mode == "abort")
+            elif not self._core_paused and not self._ask("is_sleeping", _GRACE_S, self._engine.is_sleeping):
+                self._core_paused = True
+                try:
+                    self._ask("pause", deadline.remaining(), lambda: self._core_sleep(level=0, mode=mode))
+                except SyncTimeout as error:
+                    raise still_running(deadline) from error
+                if mode == "keep":
+                    self.door.freeze(abort=False)
+        except BaseException:
+            await self.resume()
+            raise
+
+    async def resume(self) -> None:
+        """Serve again. Safe in any state."""
+        if self._core_paused:
+            self._core_paused = False
+            self._ask("resume", _GRACE_S, lambda: self._core_wake(["scheduling"]))
+        self.door.open()
+
+    async def refuse(self, error: ReplicaUnavailable) -> None:
+        """Stay paused; running, waiting and new requests get this error."""
+        self.door.refuse(error)
+
+    async def after_load(self) -> None:
+        """Drop what was computed with the old weights.
+
+        Raises:
+            SyncError: the prefix cache could not be reset.
+        """
+        engine = self._engine
+        for kwargs in _reset_attempts(engine.reset_prefix_cache):
+            done = self._ask("reset_prefix_cache", _GRACE_S * 2, functools.partial(engine.reset_prefix_cache, **kwargs))
+            if done is not False:
+                break
+        else:
+            raise SyncError("vLLM could not reset its prefix cache: requests still hold its blocks", phase="transfer")
+        if hasattr(engine, "reset_encoder_cache"):
+            self._ask("reset_encoder_cache", _GRACE_S * 2, engine.reset_encoder_cache)
+
+    async def asleep(self) -> tuple[str, ...]:
+        """Memory tags that sleep, sorted. Of a child engine that slept before it was adapted, all are assumed to."""
+        if self._in_process:
+            executor = self._engine.engine_core.engine_core.model_executor
+            return tuple(sorted(getattr(executor, "sleeping_tags", self._asleep)))
+        if self._asleep or self._core_paused:
+            return tuple(sorted(self._asleep))
+        return _ALL_TAGS if self._ask("is_sleeping", _GRACE_S, self._engine.is_sleeping) else ()
+
+    async def sleep(self, level: int) -> None:
+        """``LLM.sleep``."""
+        self._ask("sleep", _SLEEP_S, lambda: self._llm.sleep(level=level))
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """``LLM.wake_up``."""
+        self._ask("wake_up", _SLEEP_S, lambda: self._llm.wake_up(tags=tags))
+
+    def _ask(self, what: str, timeout_s: float, question: Callable[[], Any]) -> Any:
+        """Ask the engine core. A child is asked in a thread of its own, which is left behind if no answer comes."""
+        if self._in_process:
+            with self.door.lock:
+                return question()
+        box: list[tuple[Any, BaseException | None]] = []
+
+        def ask() -> None:
+            try:
+                box.append((question(), None))
+            except BaseException as error:
+                box.append((None, error))
+
+        thread = threading.Thread(target=ask, name="twinkle_ray-ask", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if not box:
+            raise SyncTimeout(f"vLLM's engine core did not answer within {timeout_s:.1f} s ({what})", phase="transfer")
+        result, error = box[0]
+        if error is not None:
+            raise error
+        return result
+
+    def _guard_socket(self) -> None:
+        """One thread at a time on the socket to the child: a generate in another thread sends on it too."""
+        core = self._engine.engine_core
+        original = getattr(core, "_send_input", None)
+        if original is None:
+            return
+
+        def send(*args: Any, **kwargs: Any) -> Any:
+            with self._sends:
+                return original(*args, **kwargs)
+
+        core._send_input = send
+
+    def _abort(self) -> list[Any]:
+        """End all running requests; their last outputs, if they can be had at once."""
+        processor = self._engine.output_processor
+        running = dict(processor.request_states)
+        if not self._in_process:
+            # The child reports each aborted request, which wakes a caller that waits for outputs.
+            self._ask("abort", _GRACE_S, lambda: self._core_sleep(level=0, mode="abort"))
+            self._core_paused = True
+            self._engine.abort_request(list(running), internal=True)
+            return []
+        if not running:
+            return []
+        v1 = importlib.import_module("vllm.v1.engine")
+        texts = [name for name, state in running.items() if state.detokenizer is not None]
+        self._engine.engine_core.abort_requests(list(running))
+        self._engine.abort_request([name for name in running if name not in texts], internal=True)
+        ended = [
+            v1.EngineCoreOutput(request_id=name, new_token_ids=[], finish_reason=v1.FinishReason.ABORT)
+            for name in texts
+        ]
+        return list(processor.process_outputs(ended).request_outputs)
+
+    def _note_sleep(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._core_sleep(*args, **kwargs)
+        level = kwargs.get("level", args[0] if args else 1)
+        if level:
+            self._asleep |= set(_ALL_TAGS)
+        return result
+
+    def _note_wake(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._core_wake(*args, **kwargs)
+        tags = kwargs.get("tags", args[0] if args else None)
+        self._asleep -= set(tags) if tags else self._asleep
+        return result
+
+
+class AsyncEngine:
+    """A ``vllm.AsyncLLM``. Its methods run on its own event loop.
+
+    Attributes:
+        kind: ``async llm``.
+        loop: the loop on which the engine runs; ``None`` if it has none yet.
+        workers: processes that own parameters.
+    """
+
+    kind = "async llm"
+
+    def __init__(self, llm: Any, *, wait_s: float = 60.0) -> None:
+        self._llm = llm
+        self.workers = _workers(llm.vllm_config)
+        self.loop = _loop_of(llm)
+        self.wait_s = wait_s
+        self._extended = _is_extended(llm.vllm_config)
+        self._closed = False
+        self._error: ReplicaUnavailable | None = None
+        self._core_paused = False
+        self._asleep: set[str] = set()
+        self._sleep: Callable[..., Any] = llm.sleep
+        self._wake: Callable[..., Any] = llm.wake_up
+        for name in ("generate", "encode"):
+            setattr(llm, name, self._guarded(getattr(llm, name)))
+        llm.sleep, llm.wake_up = self._note_sleep, self._note_wake
+
+    def detach(self) -> None:
+        """Take every trace of this adapter off the engine."""
+        self._closed, self._error = False, None
+        for name in ("generate", "encode", "sleep", "wake_up", _ADAPTER):
+            vars(self._llm).pop(name, None)
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """See :meth:`LLMEngine.call`."""
+        _require_extension(self._extended)
+        rpc = self._llm.collective_rpc("twinkle_call", timeout=timeout_s, args=(method, *args))
+        return _results(await _bounded(rpc, timeout_s + _GRACE_S, f"{method} in the workers"))
+
+    async def pause(self, in_flight: str, deadline: Deadline) -> None:
+        """See :meth:`LLMEngine.pause`."""
+        mode = _mode(in_flight)
+        self._closed, self._error = True, None
+        try:
+            if self._core_paused or await _bounded(self._llm.is_sleeping(), _GRACE_S, "is_sleeping"):
+                return
+            self._core_paused = True
+            try:
+                await _bounded(self._pause_generation(mode), deadline.remaining(), "pause")
+            except SyncTimeout as error:
+                raise still_running(deadline) from error
+        except BaseException:
+            await self.resume()
+            raise
+
+    async def resume(self) -> None:
+        """Serve again. Safe in any state."""
+        if self._core_paused:
+            self._core_paused = False
+            await _bounded(self._llm.resume_generation(), _GRACE_S, "resume")
+        self._closed, self._error = False, None
+
+    async def refuse(self, error: ReplicaUnavailable) -> None:
+        """See :meth:`LLMEngine.refuse`."""
+        self._closed, self._error, self._core_paused = True, error, True
+        await _bounded(self._pause_generation("abort"), _GRACE_S * 2, "abort")
+
+    async def after_load(self) -> None:
+        """See :meth:`LLMEngine.after_load`."""
+        llm = self._llm
+        for kwargs in _reset_attempts(llm.reset_prefix_cache):
+            if await _bounded(llm.reset_prefix_cache(**kwargs), _GRACE_S * 2, "reset_prefix_cache") is not False:
+                break
+        else:
+            raise SyncError("vLLM could not reset its prefix cache: requests still hold its blocks", phase="transfer")
+        if hasattr(llm, "reset_encoder_cache"):
+            await _bounded(llm.reset_encoder_cache(), _GRACE_S * 2, "reset_encoder_cache")
+
+    async def asleep(self) -> tuple[str, ...]:
+        """See :meth:`LLMEngine.asleep`."""
+        if self._asleep or self._core_paused:
+            return tuple(sorted(self._asleep))
+        return _ALL_TAGS if await _bounded(self._llm.is_sleeping(), _GRACE_S, "is_sleeping") else ()
+
+    async def sleep(self, level: int) -> None:
+        """``AsyncLLM.sleep``."""
+        await _bounded(self._llm.sleep(level), _SLEEP_S, "sleep")
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """``AsyncLLM.wake_up``."""
+        await _bounded(self._llm.wake_up(tags), _SLEEP_S, "wake_up")
+
+    def _pause_generation(self, mode: str) -> Any:
+        accepted = inspect.signature(self._llm.pause_generation).parameters
+        if "mode" in accepted:
+            return self._llm.pause_generation(mode=mode, clear_cache=False)
+        if mode == "keep":
+            raise UnsupportedActor('this vLLM cannot freeze requests (in_flight="keep"); upgrade it or use "wait"')
+        return self._llm.pause_generation(wait_for_inflight_requests=mode == "wait", clear_cache=False)
+
+    def _guarded(self, original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        async def guarded(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            await self._wait_open()
+            # Closed at once when the caller leaves, so that vLLM aborts the request.
+            async with contextlib.aclosing(original(*args, **kwargs)) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    if self._error is not None and output.finished:
+                        raise ReplicaUnavailable(self._error.message)
+                    yield output
+
+        return guarded
+
+    async def _wait_open(self) -> None:
+        deadline = Deadline.after(self.wait_s)
+        while self._closed:
+            if self._error is not None:
+                raise ReplicaUnavailable(self._error.message)
+            if deadline.expired:
+                raise ReplicaUnavailable(
+                    f"this rollout has been updating its weights for {self.wait_s:.0f} s; try again later"
+                )
+            await asyncio.sleep(0.01)
+
+    async def _note_sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        result = await self._sleep(level, *args, **kwargs)
+        if level:
+            self._asleep |= set(_ALL_TAGS)
+        return result
+
+    async def _note_wake(self, tags: list[str] | None = None) -> Any:
+        result = await self._wake(tags)
+        self._asleep -= set(tags) if tags else set(self._asleep)
+        return result
+
+
+def _workers(vllm_config: Any) -> int:
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if int(getattr(parallel, name)) > 1:
+            raise UnsupportedModel(f"an engine with {name} > 1 cannot be synced; use tensor_parallel_size")
+    return int(parallel.world_size)
+
+
+def _is_extended(vllm_config: Any) -> bool:
+    """Whether the engine's workers carry our extension, itself or a subclass of it."""
+    name = str(vllm_config.parallel_config.worker_extension_cls or "")
+    if name in ("", EXTENSION):
+        return bool(name)
+    module, _, cls = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), cls)
+    except (ImportError, AttributeError, ValueError):
+        return False
+    return isinstance(found, type) and issubclass(found, WorkerExtension)
+
+
+def _require_extension(extended: bool) -> None:
+    if not extended:
+        raise UnsupportedActor(
+            "this vLLM engine's workers run in other processes and carry no twinkle_ray extension; make the engine "
+            f'with worker_extension_cls="{EXTENSION}" (or a subclass), or inside an actor with RolloutActorMixin'
+        )
+
+
+def _results(answers: list[Any]) -> list[Any]:
+    for status, value in answers:
+        if status != "ok":
+            raise error_from_plain(value)
+    return [value for _, value in answers]
+
+
+def _mode(in_flight: str) -> str:
+    if in_flight not in IN_FLIGHT:
+        raise UnsupportedActor(f"in_flight must be one of {', '.join(IN_FLIGHT)}, not {in_flight!r}")
+    return in_flight
+
+
+def _reset_attempts(reset: Callable[..., Any]) -> list[dict[str, bool]]:
+    """Arguments to try in turn: frozen requests hold blocks, and are computed anew after the second attempt."""
+    accepts = "reset_running_requests" in inspect.signature(reset).parameters
+    return [{}, {"reset_running_requests": True}] if accepts else [{}]
+
+
+async def _bounded(awaitable: Any, timeout_s: float, what: str) -> Any:
+    try:
+        return await asyncio.wait_for(awaitable, max(timeout_s, 0.001))
+    except TimeoutError as error:
+        raise SyncTimeout(f"vLLM did not answer within {timeout_s:.1f} s ({what})", phase="transfer") from error
+
+
+def _loop_of(llm: Any) -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        handler = getattr(llm, "output_handler", None)
+        return handler.get_loop() if handler is not None else None

@@ -1,0 +1,97 @@
+"""What runs inside a vLLM worker: one method that vLLM's ``collective_rpc`` can call by name.
+
+vLLM mixes :class:`WorkerExtension` into its worker class (``worker_extension_cls``), in whichever process that worker
+lives. Between a client and a child engine vLLM speaks msgpack, which turns tuples into lists and dataclasses into
+dictionaries, refuses enums' and exceptions' own types and cannot carry tensors; and an exception that leaves a worker
+arrives as text. So :func:`answer` takes and gives plain data only, and errors are part of the answer.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import torch
+
+from twinkle_ray import errors
+from twinkle_ray.errors import SyncError, TwinkleRayError
+
+_SIDE = "_twinkle_ray_side"
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class. Its one method must not clash with any of vLLM's."""
+
+    def twinkle_call(self, method: str, *args: Any) -> list[Any]:
+        """:func:`answer` for this worker."""
+        return answer(self, method, *args)
+
+
+def answer(worker: Any, method: str, *args: Any) -> list[Any]:
+    """Call a method of this process's ``WorkerSide``, which is made at the first call.
+
+    Args:
+        worker: vLLM's worker, or the wrapper in which an in-process executor hands it to a callable.
+        method: a public method of :class:`twinkle_ray.worker.WorkerSide`.
+        args: plain data.
+
+    Returns:
+        ``["ok", result]``, or ``["error", {...}]`` as :func:`error_to_plain` makes it. Never raises an ``Exception``.
+    """
+    try:
+        worker = vars(worker).get("worker") or worker
+        if method.startswith("_"):
+            raise AttributeError(f"{method} is not public")
+        return ["ok", getattr(side(worker), method)(*args)]
+    except Exception as error:
+        return ["error", error_to_plain(error)]
+
+
+def side(worker: Any) -> Any:
+    """The ``WorkerSide`` of a worker, made if there is none yet. It may be set beforehand by :func:`attach`."""
+    if _SIDE not in vars(worker):
+        from twinkle_ray.vllm.loading import EngineSink
+        from twinkle_ray.worker import WorkerSide
+
+        attach(worker, WorkerSide(EngineSink(worker), index=int(worker.rank)))
+    return vars(worker)[_SIDE]
+
+
+def attach(worker: Any, worker_side: Any) -> None:
+    """Give a worker its side."""
+    setattr(worker, _SIDE, worker_side)
+
+
+def device_of(worker: Any) -> torch.device:
+    """The device that the thread of a worker's side must make current: torch's current device is thread-local."""
+    device = getattr(worker, "device", None)
+    return torch.device(device) if device is not None else torch.device("cpu")
+
+
+def error_to_plain(error: BaseException) -> dict[str, Any]:
+    """An error as plain data: class name, sentence, fields, and the traceback as text."""
+    fields = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(error).items() if _is_plain(v)}
+    text = "".join(traceback.format_exception(error))
+    return {"type": type(error).__name__, "message": str(error), "fields": fields, "traceback": text}
+
+
+def error_from_plain(value: dict[str, Any]) -> TwinkleRayError:
+    """Rebuild what :func:`error_to_plain` made; an error that is not ours becomes a ``SyncError`` naming it."""
+    name, message, text = str(value["type"]), str(value["message"]), str(value["traceback"])
+    cls = getattr(errors, name, None) if name in errors.__all__ else None
+    if cls is None:
+        return SyncError(f"{name} in a vLLM worker: {message}", cause_type=name, cause_traceback=text)
+    error: TwinkleRayError = cls(message)
+    for key, field in dict(value["fields"]).items():
+        setattr(error, str(key), tuple(field) if isinstance(field, list) else field)
+    if isinstance(error, SyncError) and not error.cause_traceback:
+        error.cause_traceback = text
+    return error
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, (str, int, float, bool, bytes))
