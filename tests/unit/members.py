@@ -134,3 +134,8 @@ def results(people: list[Member], seconds: float = 30.0) -> list[Any]:
 def footprint() -> tuple[int, int]:
     """Threads and descriptors of this process."""
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def no_more(late: tuple[int, int], early: tuple[int, int]) -> bool:
+    """Whether a footprint has not grown."""
+    return late[0] <= early[0] and late[1] <= early[1]

@@ -48,8 +48,8 @@ class Run:
             raise
         return self.process.returncode, output
 
-    def left_behind(self) -> list[str]:
-        """Return the command lines of processes of this run that are still there."""
+    def alive(self) -> list[str]:
+        """Return the command lines of this run's processes that are there now."""
         return [" ".join(process.cmdline()) for process in processes_with(MARK, self.mark)]
 
     def figures(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_twelve_steps_sync_after_each_and_leave_chart_figures_and_no_process(roo
     # fp32 on both sides: had a rollout sampled from other weights than the trainer's, they would differ by far more.
     assert max(row["logprob_gap"] for row in steps) < 1e-4
     assert (tmp_path / "rlhf_grpo.png").read_bytes().startswith(b"\x89PNG")
-    assert run.left_behind() == []
+    assert run.alive() == []
 
 
 def test_a_job_that_fails_fails_the_caller(root: Path, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_job_that_fails_fails_the_caller(root: Path, tmp_path: Path) -> None:
 
     assert code not in (0, None)
     assert "--rollouts between 1 and" in output
-    assert run.left_behind() == []
+    assert run.alive() == []
 
 
 def test_ctrl_c_ends_all_that_was_started(root: Path, tmp_path: Path) -> None:
@@ -106,12 +106,13 @@ def test_ctrl_c_ends_all_that_was_started(root: Path, tmp_path: Path) -> None:
     for line in run.process.stdout:
         if "Running entrypoint" in line:
             break
+    assert any("raylet" in command for command in run.alive())
 
     run.process.send_signal(signal.SIGINT)
     code, output = run.wait()
 
     assert code == 130, output
-    assert run.left_behind() == []
+    assert run.alive() == []
 
 
 @pytest.mark.soak

@@ -161,7 +161,8 @@ class EngineSink:
     def pieces(self, manifest: Manifest, names: Sequence[str] | None) -> tuple[list[Piece], list[str]]:
         """See :class:`~twinkle_ray.sinks.Sink`. Must not run while the engine's weights are asleep."""
         placement = self._place(manifest)
-        chosen = [meta for meta in manifest if names is None or meta.name in set(names)]
+        asked = None if names is None else set(names)
+        chosen = [meta for meta in manifest if asked is None or meta.name in asked]
         experts = cpu.plain_experts(self._model()) if any(m.name in placement.destinations for m in chosen) else {}
         pieces: list[Piece] = []
         unverifiable: list[str] = []

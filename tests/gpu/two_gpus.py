@@ -1,0 +1,415 @@
+"""The main job on two NVIDIA GPUs: run by hand, prints one JSON line per result, exits non-zero on a failure.
+
+    python tests/gpu/two_gpus.py                       # needs two GPUs, cupy, Ray; vLLM for the part named vllm
+    python tests/gpu/two_gpus.py --device cpu --scale 64   # the same steps on a CPU over Gloo, with small shapes
+
+Parts: ``payload`` (the tensor list through engines driven by hand), ``module`` (a 7B-shaped model, 20 syncs),
+``deaths`` (peers that never come, are killed before and in mid-transfer), ``vllm`` (a live engine of the 7B's shapes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import ray
+import torch
+
+from tests.payload import facts, payload
+from twinkle_ray import CheckpointEngineManager, PeerLost, SyncAborted, SyncError, SyncTimeout
+from twinkle_ray.checkpoint_engine import GlooCheckpointEngine, NCCLCheckpointEngine
+from twinkle_ray.mixins import RolloutActorMixin, TrainActorMixin
+
+
+def shapes_7b(scale: int = 1) -> dict[str, tuple[int, ...]]:
+    """The 339 parameters of a Qwen2.5-7B with an untied head; ``scale`` divides every width."""
+    hidden, inter, kv, vocab = 3584 // scale, 18944 // scale, 512 // scale, 152064 // scale
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for i in range(28):
+        at = f"model.layers.{i}."
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
+            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows, hidden)
+            shapes[f"{at}self_attn.{name}_proj.bias"] = (rows,)
+        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, hidden)
+        shapes[f"{at}mlp.gate_proj.weight"] = shapes[f"{at}mlp.up_proj.weight"] = (inter, hidden)
+        shapes[f"{at}mlp.down_proj.weight"] = (hidden, inter)
+        shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+class Shaped(torch.nn.Module):
+    """Parameters of given shapes; the contents follow from a seed, on the device."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            owner: torch.nn.Module = self
+            *path, leaf = name.split(".")
+            for part in path:
+                if part not in dict(owner.named_children()):
+                    owner.add_module(part, torch.nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(leaf, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), False))
+
+    def fill(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.normal_(0, 0.02)
+
+
+def sums(module: torch.nn.Module) -> dict[str, int]:
+    """A 64-bit sum of every parameter's bits, weighted by position, on its device."""
+    result = {}
+    for name, value in module.named_parameters():
+        bits = value.detach().contiguous().view(torch.int16).reshape(-1).to(torch.int64)
+        weights = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
+        result[name] = int((bits * weights).sum().item())
+    return result
+
+
+class Common:
+    device = "cuda"
+
+    def ping(self) -> float:
+        return time.time()
+
+    def sums(self) -> dict[str, int]:
+        return sums(self.model)
+
+    def memory(self) -> int:
+        if self.device == "cpu":
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+
+class TrainerBase(TrainActorMixin, Common):
+    def __init__(self, shapes: dict[str, tuple[int, ...]], device: str) -> None:
+        self.device = device
+        self.model = Shaped(shapes, device)
+        self.model.fill(0)
+
+    def step(self, seed: int) -> None:
+        if self.device == "cpu":
+            self.model.fill(seed)
+            return
+        # On a side stream and not waited for: the sync must see the whole step all the same.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            self.model.fill(seed)
+
+
+class RolloutBase(RolloutActorMixin, Common):
+    def __init__(self, shapes: dict[str, tuple[int, ...]], device: str) -> None:
+        self.device = device
+        self.model = Shaped(shapes, device)
+        self.model.fill(999)
+
+
+class EngineRollout(RolloutActorMixin, Common):
+    """A live vLLM of the 7B's shapes, with dummy weights; nothing is read from a disk but a configuration."""
+
+    def __init__(self, folder: str, device: str, child: bool) -> None:
+        self.device = device
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if child else "0"
+        import vllm
+
+        more = {"gpu_memory_utilization": 0.5} if device == "cuda" else {"kv_cache_memory_bytes": 64 << 20}
+        self.llm = vllm.LLM(
+            folder,
+            load_format="dummy",
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=256,
+            skip_tokenizer_init=True,
+            **more,
+        )
+        self.sampling = vllm.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+
+    def generate(self) -> list[int]:
+        prompt = {"prompt_token_ids": [1, 5, 9, 2, 7]}
+        return list(self.llm.generate([prompt], self.sampling, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+class HandBase(Common):
+    def __init__(self, device: str, **kwargs: Any) -> None:
+        self.device = device
+        self.engine = (NCCLCheckpointEngine if device == "cuda" else GlooCheckpointEngine)(**kwargs)
+
+    async def prepare(self, master: bool) -> Any:
+        self.engine.is_master = master
+        return self.engine.prepare()
+
+    def init(self, **kwargs: Any) -> None:
+        self.engine.init_process_group(**kwargs)
+
+    async def send(self, bucket_size: int) -> None:
+        await self.engine.send_weights((n, t.to(self.device)) for n, t in payload(bucket_size))
+
+    async def send_slowly(self) -> None:
+        def weights() -> Any:
+            for i in range(2000):
+                time.sleep(0.02)
+                yield f"w{i}", torch.zeros(1 << 20, device=self.device)
+
+        await self.engine.send_weights(weights())
+
+    async def receive(self) -> Any:
+        return [facts(name, tensor) async for name, tensor in self.engine.receive_weights()]
+
+    async def ping(self) -> float:
+        return time.time()
+
+    async def finalize(self) -> None:
+        self.engine.finalize()
+
+
+def say(part: str, **values: Any) -> None:
+    print(json.dumps({"part": part, **values}), flush=True)
+
+
+def make(kind: Any, options: argparse.Namespace, *args: Any, **kwargs: Any) -> Any:
+    gpus = 1 if options.device == "cuda" else 0
+    return ray.remote(num_gpus=gpus, num_cpus=1)(kind).remote(*args, **kwargs)
+
+
+def get(ref: Any, timeout: float = 60) -> Any:
+    return ray.get(ref, timeout=timeout)
+
+
+@contextlib.contextmanager
+def killed(*actors: Any) -> Any:
+    try:
+        yield
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        time.sleep(1.0)
+
+
+def part_payload(options: argparse.Namespace) -> None:
+    for bucket_size in (1 << 10, 64 << 10, 512 << 20):
+        hands = [make(HandBase, options, options.device, bucket_size=bucket_size, timeout=60.0) for _ in range(2)]
+        with killed(*hands):
+            metadata = get([h.prepare.remote(i == 0) for i, h in enumerate(hands)], 90)[0]
+            get([h.init.remote(rank=i, world_size=2, master_metadata=metadata) for i, h in enumerate(hands)])
+            start = time.monotonic()
+            sent = hands[0].send.remote(bucket_size)
+            received = get(hands[1].receive.remote())
+            get(sent)
+            seconds = time.monotonic() - start
+            expected = [facts(name, tensor) for name, tensor in payload(bucket_size)]
+            assert received == expected, [a for a, b in zip(received, expected, strict=False) if a != b][:3]
+            say("payload", bucket_size=bucket_size, tensors=len(expected), equal=True, seconds=round(seconds, 3))
+
+
+def part_module(options: argparse.Namespace) -> None:
+    shapes = shapes_7b(options.scale)
+    trainer, rollout = (make(kind, options, shapes, options.device) for kind in (TrainerBase, RolloutBase))
+    with killed(trainer, rollout), CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
+        get([trainer.ping.remote(), rollout.ping.remote()], 90)
+        before = get([trainer.memory.remote(), rollout.memory.remote()])
+        times: list[float] = []
+        first = None
+        for seed in range(1, 21):
+            get(trainer.step.remote(seed))
+            report = manager.sync_weights()
+            ours, theirs = get([trainer.sums.remote(), rollout.sums.remote()])
+            assert ours == theirs, f"sums differ after sync {seed}"
+            if first is None:
+                first = report
+            else:
+                times.append(report.seconds)
+        after = get([trainer.memory.remote(), rollout.memory.remote()])
+        start = time.monotonic()
+        checked = manager.verify()
+        say(
+            "module",
+            mode=report.mode,
+            nbytes=report.nbytes,
+            tensors=report.tensors,
+            first_s=round(first.seconds, 3),
+            median_ms=round(statistics.median(times) * 1e3, 2),
+            best_ms=round(min(times) * 1e3, 2),
+            gb_per_s=round(report.nbytes / statistics.median(times) / 1e9, 1),
+            phases_ms={k: round(v * 1e3, 2) for k, v in report.phases.items()},
+            replica_ms={k: round(v * 1e3, 2) for k, v in report.replicas[0].seconds.items()},
+            sums_equal_after_each=True,
+            sha256_equal=checked.compared,
+            verify_s=round(time.monotonic() - start, 2),
+            extra_mib=[round((b - a) / 2**20) for a, b in zip(before, after, strict=True)],
+        )
+
+
+def part_deaths(options: argparse.Namespace) -> None:
+    hands = [make(HandBase, options, options.device, timeout=4.0) for _ in range(2)]
+    with killed(*hands):
+        metadata = get(hands[0].prepare.remote(True), 90)
+        get(hands[1].ping.remote(), 90)
+        start = time.monotonic()
+        try:
+            get(hands[0].init.remote(rank=0, world_size=2), 20)
+            raise AssertionError("a group of two was made by one")
+        except SyncTimeout as error:
+            say("never_comes", seconds=round(time.monotonic() - start, 2), deadline_s=4.0, error=str(error))
+        get(hands[0].ping.remote(), 1)
+        metadata = get(hands[0].prepare.remote(True))
+        get([h.init.remote(rank=i, world_size=2, master_metadata=metadata) for i, h in enumerate(hands)], 20)
+        say("new_generation_after_never_comes", ok=True)
+    for victim in (1, 0):
+        hands = [make(HandBase, options, options.device, timeout=60.0) for _ in range(2)]
+        with killed(*hands):
+            metadata = get(hands[0].prepare.remote(True), 90)
+            get(hands[1].prepare.remote(False), 90)
+            get([h.init.remote(rank=i, world_size=2, master_metadata=metadata) for i, h in enumerate(hands)])
+            refs = [hands[0].send_slowly.remote(), hands[1].receive.remote()]
+            time.sleep(2)
+            start = time.monotonic()
+            ray.kill(hands[victim])
+            try:
+                get(refs[1 - victim], 20)
+                raise AssertionError("the survivor did not notice")
+            except (PeerLost, SyncAborted) as error:
+                took = time.monotonic() - start
+            get(hands[1 - victim].ping.remote(), 2)
+            say("killed_in_mid_transfer", victim=victim, seconds=round(took, 3), error=str(error)[:160])
+            assert took < 2.5
+    shapes = shapes_7b(options.scale)
+    trainer, rollout = (make(kind, options, shapes, options.device) for kind in (TrainerBase, RolloutBase))
+    with killed(trainer):
+        manager = CheckpointEngineManager([trainer], [rollout], timeout_s=30)
+        manager.sync_weights()
+        when: list[float] = []
+
+        def kill() -> None:
+            time.sleep(0.3)
+            when.append(time.monotonic())
+            ray.kill(rollout)
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        try:
+            while True:
+                manager.sync_weights()
+        except SyncError as error:
+            took = time.monotonic() - when[0]
+            say("manager_rollout_killed", seconds=round(took, 3), type=type(error).__name__, actors=error.actors)
+            assert error.actors == ("rollout[0]",)
+            assert took < 4
+        thread.join()
+        time.sleep(1.0)
+        get(trainer.ping.remote(), 5)
+        fresh = make(RolloutBase, options, shapes, options.device)
+        with killed(fresh):
+            get(fresh.ping.remote(), 90)
+            again = CheckpointEngineManager([trainer], [fresh], timeout_s=30)
+            start = time.monotonic()
+            again.sync_weights()
+            assert get(trainer.sums.remote()) == get(fresh.sums.remote())
+            say("new_group_on_the_survivor", seconds=round(time.monotonic() - start, 2), equal=True)
+
+
+def part_vllm(options: argparse.Namespace) -> None:
+    scale = options.scale
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 3584 // scale,
+        "intermediate_size": 18944 // scale,
+        "num_hidden_layers": 28,
+        "num_attention_heads": max(1, 28 // scale),
+        "num_key_value_heads": max(1, 4 // scale),
+        "max_position_embeddings": 4096,
+        "vocab_size": 152064 // scale,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+    }
+    if scale > 1:
+        config |= {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+    shapes = shapes_7b(scale)
+    if scale > 1:
+        shapes = _rescaled(shapes, config)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        for child in (False, True):
+            trainer = make(TrainerBase, options, shapes, options.device)
+            rollout = make(EngineRollout, options, folder, options.device, child)
+            with killed(trainer, rollout):
+                get([trainer.ping.remote(), rollout.ping.remote()], 200)
+                with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
+                    before = get(rollout.generate.remote())
+                    reports = [manager.sync_weights() for _ in range(11)]
+                    after = get(rollout.generate.remote())
+                    checked = manager.verify()
+                    times = [r.seconds for r in reports[1:]]
+                    say(
+                        "vllm",
+                        child=child,
+                        mode=reports[-1].mode,
+                        path=reports[-1].replicas[0].path,
+                        first_s=round(reports[0].seconds, 2),
+                        median_ms=round(statistics.median(times) * 1e3, 1),
+                        phases_ms={k: round(v * 1e3, 1) for k, v in reports[-1].phases.items()},
+                        replica_ms={k: round(v * 1e3, 1) for k, v in reports[-1].replicas[0].seconds.items()},
+                        compared=checked.compared,
+                        unverifiable=len(checked.unverifiable["rollout[0]"]),
+                        generation_changed=before != after,
+                    )
+
+
+def _rescaled(shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inter, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    full = shapes_7b()
+    to = {3584: hidden, 18944: inter, 512: hidden // 2, 152064: vocab}
+    return {name: tuple(to[n] for n in shape) for name, shape in full.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--scale", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=["payload", "module", "deaths", "vllm"])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tw-", dir="/tmp") as folder:
+        ray.init(
+            num_cpus=8,
+            num_gpus=2 if options.device == "cuda" else 0,
+            include_dashboard=False,
+            _temp_dir=folder,
+            log_to_driver=False,
+        )
+        failed = []
+        for part in options.only:
+            start = time.monotonic()
+            try:
+                globals()[f"part_{part}"](options)
+            except BaseException as error:
+                traceback.print_exc()
+                print(getattr(error, "cause_traceback", ""), file=sys.stderr)
+                failed.append(part)
+                say(part, failed=f"{type(error).__name__}: {str(error)[:300]}")
+            say(part, total_s=round(time.monotonic() - start, 1))
+        ray.shutdown()
+    say("end", failed=failed)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
