@@ -137,6 +137,7 @@ class EngineRollout(RolloutActorMixin, Common):
             enforce_eager=True,
             max_model_len=256,
             skip_tokenizer_init=True,
+            worker_extension_cls="twinkle_ray.vllm.worker.WorkerExtension",
             **more,
         )
         self.sampling = vllm.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
@@ -266,7 +267,7 @@ def part_deaths(options: argparse.Namespace) -> None:
             get(hands[0].init.remote(rank=0, world_size=2), 20)
             raise AssertionError("a group of two was made by one")
         except SyncTimeout as error:
-            say("never_comes", seconds=round(time.monotonic() - start, 2), deadline_s=4.0, error=str(error))
+            say("never_comes", seconds=round(time.monotonic() - start, 2), deadline_s=4.0, error=str(error).splitlines()[-1])
         get(hands[0].ping.remote(), 1)
         metadata = get(hands[0].prepare.remote(True))
         get([h.init.remote(rank=i, world_size=2, master_metadata=metadata) for i, h in enumerate(hands)], 20)
@@ -285,9 +286,9 @@ def part_deaths(options: argparse.Namespace) -> None:
                 get(refs[1 - victim], 20)
                 raise AssertionError("the survivor did not notice")
             except (PeerLost, SyncAborted) as error:
-                took = time.monotonic() - start
+                took, why = time.monotonic() - start, str(error).splitlines()[-1]
             get(hands[1 - victim].ping.remote(), 2)
-            say("killed_in_mid_transfer", victim=victim, seconds=round(took, 3), error=str(error)[:160])
+            say("killed_in_mid_transfer", victim=victim, seconds=round(took, 3), error=why)
             assert took < 2.5
     shapes = shapes_7b(options.scale)
     trainer, rollout = (make(kind, options, shapes, options.device) for kind in (TrainerBase, RolloutBase))
@@ -342,7 +343,7 @@ def part_vllm(options: argparse.Namespace) -> None:
         "rms_norm_eps": 1e-6,
     }
     if scale > 1:
-        config |= {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+        config |= {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
     shapes = shapes_7b(scale)
     if scale > 1:
         shapes = _rescaled(shapes, config)
