@@ -8,7 +8,7 @@ from typing import Any
 
 from twinkle_ray.checkpoint_engine import DEFAULT_TIMEOUT_S, rendezvous_of
 from twinkle_ray.errors import UnsupportedActor, UnsupportedModel
-from twinkle_ray.serving import Serving, target_for
+from twinkle_ray.serving import Serving, making, target_for
 from twinkle_ray.types import OpStatus, RolloutStatus
 
 
@@ -45,17 +45,18 @@ class RolloutActorMixin:
     # --- driven by the manager ---------------------------------------------------------------------------------
 
     def start_checkpoint(self, key: str, op: str, request: dict[str, Any]) -> None:
-        """Start an operation of :class:`~twinkle_ray.serving.Serving` under the caller's unique key; returns at once."""
+        """Start an operation of :class:`~twinkle_ray.serving.Serving` under the caller's unique key, and return."""
         self.__serving().start(key, op, request)
 
     def poll_checkpoint(self, key: str, wait_s: float = 0.0) -> OpStatus:
         """State of that operation, after at most ``wait_s`` seconds."""
         return self.__serving().poll(key, wait_s)
 
-    def abort_checkpoint(self, reason: str) -> None:
-        """Give up what is running; the rollout keeps its old weights if no byte of them was overwritten."""
+    def abort_checkpoint(self, reason: str, group: str | None = None) -> None:
+        """Give up what is running, with ``group`` only what works in this one; the rollout keeps its old weights if no
+        byte of them was overwritten."""
         if self.__twinkle_serving is not None:
-            self.__twinkle_serving.abort(reason)
+            self.__twinkle_serving.abort(reason, group)
 
     # --- asked by anyone ---------------------------------------------------------------------------------------
 
@@ -105,7 +106,7 @@ class RolloutActorMixin:
                 f"this engine has {serving.target.workers} workers and was given one rank; drive it with "
                 "twinkle_ray.CheckpointEngineManager"
             )
-        timeout_s = timeout_s or self.checkpoint_timeout_s
+        timeout_s = self.checkpoint_timeout_s if timeout_s is None else timeout_s
         rendezvous = rendezvous_of(master_metadata, None)
         if rendezvous is None:
             raise UnsupportedActor("a rollout needs the master's metadata to join the group")
@@ -129,7 +130,7 @@ class RolloutActorMixin:
         """
         if peft_config is not None:
             raise UnsupportedModel("receiving only an adapter is not supported yet; sync merged")
-        timeout_s = timeout_s or self.checkpoint_timeout_s
+        timeout_s = self.checkpoint_timeout_s if timeout_s is None else timeout_s
         result: dict[str, Any] = self.__serving().run("receive_announced", {"timeout_s": timeout_s}, timeout_s)
         return result
 
@@ -150,11 +151,12 @@ class RolloutActorMixin:
 
     def __serving(self) -> Serving:
         held = self.checkpoint_target()
-        # An engine that was made anew holds none of the weights that its forerunner had.
-        if self.__twinkle_serving is None or self.__twinkle_held is not held:
-            self.__twinkle_held = held
-            self.__twinkle_serving = Serving(target_for(held, self.__advance))
-        return self.__twinkle_serving
+        with making():
+            # An engine that was made anew holds none of the weights that its forerunner had.
+            if self.__twinkle_serving is None or self.__twinkle_held is not held:
+                self.__twinkle_serving = Serving(target_for(held, self.__advance))
+                self.__twinkle_held = held
+            return self.__twinkle_serving
 
     def __advance(self, seconds: float) -> None:
         if self.__twinkle_serving is not None:

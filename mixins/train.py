@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from twinkle_ray.checkpoint_engine import DEFAULT_TIMEOUT_S, metadata_of, rendezvous_of
-from twinkle_ray.errors import UnsupportedActor, UnsupportedModel
+from twinkle_ray.errors import ConfigError, UnsupportedActor, UnsupportedModel
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.sources import NamedWeights
 from twinkle_ray.training import Training
@@ -77,13 +77,22 @@ class TrainActorMixin:
     def init_checkpoint_process_group(
         self, rank: int, world_size: int, master_metadata: Any = None, timeout_s: float | None = None
     ) -> None:
-        """Join the group, within ``timeout_s`` seconds. Rank -1 is not in it and only takes part in gathers."""
+        """Join the group, within ``timeout_s`` seconds. Rank -1 is not in it and only takes part in gathers.
+
+        Raises:
+            ConfigError: a rank other than the master's, and no metadata.
+            SyncTimeout: not all ranks came in time.
+        """
         training = self.__training()
-        rendezvous = rendezvous_of(master_metadata, training.endpoint) if rank >= 0 else None
-        if rendezvous is None:
+        if rank < 0:
             training.rank = None
             return
-        training.connect(rank, world_size, rendezvous, timeout_s or self.checkpoint_timeout_s)
+        rendezvous = rendezvous_of(master_metadata, training.endpoint)
+        if rendezvous is None:
+            raise ConfigError(
+                f"rank {rank} needs master_metadata, the dict that prepare_checkpoint_engine(True) returned on rank 0"
+            )
+        training.connect(rank, world_size, rendezvous, self.checkpoint_timeout_s if timeout_s is None else timeout_s)
 
     def send_checkpoint_weights(
         self,
@@ -92,6 +101,7 @@ class TrainActorMixin:
         digest: str | None = None,
         bucket_size: int | None = None,
         timeout_s: float | None = None,
+        group: str | None = None,
     ) -> dict[str, Any]:
         """Send the weights; returns once the last byte has been read from this trainer's memory.
 
@@ -100,24 +110,27 @@ class TrainActorMixin:
             digest: of the agreed wire manifest; ``None``: the manifest is sent in band first.
             bucket_size: bytes of one chunk at most.
             timeout_s: seconds after which this ends with :class:`~twinkle_ray.errors.SyncTimeout`.
+            group: in which to send; ``None``: in whichever this trainer is, if any.
         """
         if adapter_only:
             raise UnsupportedModel("adapter_only=True: sending only the adapter is not supported yet; sync merged")
         bucket_size = bucket_size or self.checkpoint_bucket_size
-        timeout_s = timeout_s or self.checkpoint_timeout_s
+        timeout_s = self.checkpoint_timeout_s if timeout_s is None else timeout_s
         if digest is None:
             return self.__training().send_announced(bucket_size, timeout_s)
-        return self.__training().send(digest, bucket_size, timeout_s)
+        return self.__training().send(digest, bucket_size, timeout_s, group)
 
     def finalize_checkpoint_engine(self, leave: bool = False) -> None:
         """End of one sync. The group is kept for the next one unless ``leave``."""
         if leave and self.__twinkle_training is not None:
             self.__twinkle_training.endpoint.leave()
 
-    def abort_checkpoint(self, reason: str) -> None:
-        """Give the group up, from whatever state."""
+    def abort_checkpoint(self, reason: str, group: str | None = None) -> None:
+        """Give the group up, from whatever state; with ``group`` only if it is this one."""
         if self.__twinkle_training is not None:
-            self.__twinkle_training.endpoint.abort(reason)
+            endpoint = self.__twinkle_training.endpoint
+            if group is None or endpoint.rendezvous is None or endpoint.rendezvous.group == group:
+                endpoint.abort(reason)
 
     def merge_lora(self) -> None:
         """What is sent next has the adapter merged. A model without an adapter is sent as it is."""

@@ -15,6 +15,9 @@ from twinkle_ray import topology
 from twinkle_ray.rounds import Call, Round
 from twinkle_ray.types import Deadline
 
+Methods = dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]
+"""By member the remote method to call, with its arguments."""
+
 
 def sync(
     trainers: Sequence[Any], rollouts: Sequence[Any], *, merge: bool, base_sync_done: bool, timeout_s: float
@@ -31,7 +34,7 @@ def sync(
     """
     deadline = Deadline.after(timeout_s)
 
-    def phase(name: str, methods: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> dict[str, Any]:
+    def phase(name: str, methods: Methods) -> dict[str, Any]:
         return Round(name, deadline).run(
             {who: Call(ref=method.remote(*args, **kwargs)) for who, (method, args, kwargs) in methods.items()}
         )
@@ -39,11 +42,11 @@ def sync(
     train = {f"trainer[{i}]": actor for i, actor in enumerate(trainers)}
     roll = {f"rollout[{i}]": actor for i, actor in enumerate(rollouts)}
     with _finally(lambda: _finalize({**train, **roll})):
-        flags = {n: (a.prepare_checkpoint_engine, (n == "trainer[0]",), {}) for n, a in train.items()}
+        flags: Methods = {n: (a.prepare_checkpoint_engine, (n == "trainer[0]",), {}) for n, a in train.items()}
         metadata = phase("prepare", flags)["trainer[0]"]
         phase("prepare", {n: (a.prepare_checkpoint_engine, (False,), {}) for n, a in roll.items()})
         sides = topology.init_arguments(topology.build(len(train), [1] * len(roll)), metadata)
-        init = {}
+        init: Methods = {}
         for members, kwargs in zip((train, roll), sides, strict=True):
             for index, (name, actor) in enumerate(members.items()):
                 own = {key: values[index] for key, values in kwargs.items()}
@@ -55,7 +58,7 @@ def sync(
         for adapter_only in passes:
             config = None
             if adapter_only:
-                first = {"trainer[0]": (trainers[0].get_peft_config_dict, (), {})}
+                first: Methods = {"trainer[0]": (trainers[0].get_peft_config_dict, (), {})}
                 config = phase("prepare", first)["trainer[0]"]
             with contextlib.ExitStack() as undo:
                 if merge:
@@ -65,7 +68,9 @@ def sync(
                 phase(
                     "transfer",
                     {
-                        **{n: (a.send_checkpoint_weights, (), {"adapter_only": adapter_only}) for n, a in train.items()},
+                        **{
+                            n: (a.send_checkpoint_weights, (), {"adapter_only": adapter_only}) for n, a in train.items()
+                        },
                         **{n: (a.receive_checkpoint_weights, (), received) for n, a in roll.items()},
                     },
                 )

@@ -2,7 +2,9 @@
 
 Collectives block, and a plain Ray actor whose only thread blocks answers nobody. So every operation runs in the
 endpoint's own daemon thread; the actor's thread starts it, waits in slices, and can give it up. A thread that is stuck
-in a collective is never joined: it is left behind with its generation, and the next operation gets a new one.
+in a collective is never joined: it is left behind with its generation, and the next operation gets a new one. What is
+left behind still knows only its own group, may not begin to write, and the next operation that uses the parameters
+waits until it is out.
 """
 
 from __future__ import annotations
@@ -23,21 +25,30 @@ from twinkle_ray.backends.rendezvous import Meeting, unique_group_name
 from twinkle_ray.errors import SyncAborted, SyncError, SyncTimeout
 from twinkle_ray.types import Deadline, OpState, OpStatus, Rendezvous
 
+_SLICE_S = 0.05
 _LATE_S = 0.4
 """The group ends by the deadline itself and can say who was missing; only then does the endpoint end the operation."""
 
 
 class Operation:
-    """One piece of work in the endpoint's thread, as its starter sees it."""
+    """One piece of work in the endpoint's thread, as its starter sees it.
 
-    def __init__(self, op: str, deadline: Deadline) -> None:
+    Attributes:
+        group: that it works in, and that is given up with it; another one's is none of its business.
+        ended: its outcome is fixed.
+        left: its thread is out of the work, which for one that was given up may be later.
+    """
+
+    def __init__(self, op: str, deadline: Deadline, group: SyncGroup | None = None) -> None:
         self.op = op
         self.deadline = deadline
+        self.group = group
         self.step = 0
         self.steps = 0
         self.touched = False
         self.seconds: dict[str, float] = {}
         self.ended = threading.Event()
+        self.left = threading.Event()
         self._lock = threading.Lock()
         self._state = OpState.RUNNING
         self._result: Any = None
@@ -51,6 +62,17 @@ class Operation:
             yield
         finally:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+    def touch(self) -> None:
+        """Say that bytes of the model may be overwritten from here on.
+
+        Raises:
+            SyncAborted: the operation was given up, and its starter has been told what it had touched.
+        """
+        with self._lock:
+            if self._state is not OpState.RUNNING:
+                raise SyncAborted(f"{self.op} was given up in the meantime", phase=self.op)
+            self.touched = True
 
     def end(self, *, result: Any = None, error: BaseException | None = None) -> bool:
         """Fix the outcome; the first one stands. Returns whether this was it."""
@@ -120,6 +142,8 @@ class Endpoint:
         self.rendezvous: Rendezvous | None = None
         self._thread: _Thread | None = None
         self._operation: Operation | None = None
+        self._inside: list[Operation] = []  # that use the parameters and are not known to be out
+        self._lock = threading.Lock()  # of the fields above, and of the end of an operation with its group
 
     def open_meeting(self, backend: str, *, fresh: bool = False) -> Rendezvous:
         """On the rank that will be 0: open the place where the group meets. A sound group is kept and named again,
@@ -139,48 +163,83 @@ class Endpoint:
         """Whether there is a group and nothing is known against it."""
         return self.group is not None and self.group.failure is None
 
+    @property
+    def sound_group(self) -> str:
+        """Name of the group that this process is in while nothing is known against it, else ``""``."""
+        return self.rendezvous.group if self.rendezvous is not None and self.is_sound() else ""
+
     def connect(self, rank: int, world_size: int, rendezvous: Rendezvous, deadline: Deadline) -> Operation:
         """Start to join the group; a no-op if this very group is joined and sound."""
 
         def work(operation: Operation) -> None:
-            if self.group is not None and self.rendezvous == rendezvous and self.is_sound():
+            if self.rendezvous == rendezvous and self.is_sound():
                 return
-            meeting, self.meeting = self.meeting, None
+            with self._lock:
+                _require_running(operation)
+                old, self.group, operation.group = self.group, None, None
+            if old is not None:
+                backends.destroy_group(old)
+            backends.require(rendezvous.backend)
+            group = backends.create_group(rendezvous.backend, world_size, rank, rendezvous.group)
+            try:
+                with self._lock:
+                    _require_running(operation)
+                    self.group = operation.group = group
+                    self.rendezvous = rendezvous
+                    meeting, self.meeting = self.meeting, None
+            except SyncAborted:
+                backends.destroy_group(group)
+                raise
             if meeting is not None and meeting.rendezvous != rendezvous:
                 meeting.close()
                 meeting = None
-            self._drop_group()
-            backends.require(rendezvous.backend)
-            group = backends.create_group(rendezvous.backend, world_size, rank, rendezvous.group)
-            self.group, self.rendezvous = group, rendezvous
             group.connect(rendezvous, deadline, meeting)
 
-        return self.start("connect", work, deadline)
+        return self.start("connect", work, deadline, parameters=False)
 
-    def start(self, op: str, work: Callable[[Operation], Any], deadline: Deadline) -> Operation:
-        """Run ``work(operation)`` in the endpoint's thread. Any error, and the deadline, gives up the group."""
-        if self._operation is not None and not self._operation.ended.is_set():
-            raise SyncError(f"{op} was asked for while {self._operation.op} is running in this process", phase=op)
-        operation = self._operation = Operation(op, deadline)
-        if self._thread is None:
-            self._thread = _Thread("twinkle-endpoint")
-        thread = self._thread
-        timer = threading.Timer(deadline.remaining() + _LATE_S, self._expire, (operation, thread))
+    def start(
+        self, op: str, work: Callable[[Operation], Any], deadline: Deadline, *, parameters: bool = True
+    ) -> Operation:
+        """Run ``work(operation)`` in the endpoint's thread. Any error, and the deadline, gives up the group.
+
+        Args:
+            parameters: whether the work uses this process's parameters. Then it begins only when all such work that
+                was given up is out of them.
+
+        Raises:
+            SyncError: another operation is running.
+        """
+        with self._lock:
+            if self._operation is not None and not self._operation.ended.is_set():
+                raise SyncError(f"{op} was asked for while {self._operation.op} is running in this process", phase=op)
+            operation = self._operation = Operation(op, deadline, self.group)
+            if self._thread is None:
+                self._thread = _Thread("twinkle-endpoint")
+            thread = self._thread
+            self._inside = [earlier for earlier in self._inside if not earlier.left.is_set()]
+            before = list(self._inside) if parameters else []
+            if parameters:
+                self._inside.append(operation)
+        timer = threading.Timer(deadline.remaining() + _LATE_S, self._expire, (operation,))
         timer.daemon = True
         timer.name = "twinkle-deadline"
 
         def run() -> None:
             try:
+                _await_exit(before, operation)
                 with torch.no_grad(), _on(self.device):
                     result = work(operation)
             except BaseException as error:
                 # Peers wait in collectives for this rank: tell them before anyone is told here.
-                self._give_up(f"{op}: {type(error).__name__}: {error}")
+                if operation.group is not None:
+                    operation.group.abort(f"{op}: {type(error).__name__}: {error}")
                 _keep_traceback(error)
+                _clear_frames(error)
                 operation.end(error=error)
             else:
                 operation.end(result=result)
             finally:
+                operation.left.set()
                 timer.cancel()
 
         timer.start()
@@ -189,43 +248,66 @@ class Endpoint:
 
     def abort(self, reason: str) -> None:
         """Give up the running operation and the group, from any thread. Returns within about a second."""
-        operation = self._operation
-        if operation is not None and operation.end(error=SyncAborted(reason, phase=operation.op)):
-            self._abandon_thread()
-        self._give_up(reason)
+        with self._lock:
+            operation, group = self._operation, self.group
+            if operation is not None and operation.end(error=SyncAborted(reason, phase=operation.op)):
+                self._abandon_thread()
+        if group is not None:
+            group.abort(reason)
 
     def leave(self) -> None:
         """Leave the group in order, and close what this process opened. Idempotent."""
         operation = self._operation
         if operation is not None and not operation.ended.is_set():
             self.abort("the endpoint is being closed")
-        meeting, self.meeting = self.meeting, None
+        with self._lock:
+            group, self.group = self.group, None
+            meeting, self.meeting = self.meeting, None
+            self.rendezvous = self._operation = None
+            self._abandon_thread()
         if meeting is not None:
             meeting.close()
-        self._drop_group()
-        self.rendezvous = None
-        self._abandon_thread()
+        if group is not None:
+            backends.destroy_group(group)
 
-    def _expire(self, operation: Operation, thread: _Thread) -> None:
+    def _expire(self, operation: Operation) -> None:
+        """End an operation that its group did not end: this process's own part of the work is what takes so long."""
+        group = operation.group
         message = f"{operation.op} did not end within {operation.deadline.seconds:.1f} s"
-        if operation.end(error=SyncTimeout(message, phase=operation.op)):
-            if self._thread is thread:
+        culprit = () if group is None else (f"rank {group.rank}",)
+        with self._lock:
+            first = operation.end(error=SyncTimeout(message, phase=operation.op, actors=culprit))
+            if first and self._operation is operation:
                 self._abandon_thread()
-            self._give_up(message)
+            group = operation.group
+        if first and group is not None:
+            group.abort(message)
 
     def _abandon_thread(self) -> None:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.retire()
 
-    def _give_up(self, reason: str) -> None:
-        if self.group is not None:
-            self.group.abort(reason)
 
-    def _drop_group(self) -> None:
-        group, self.group = self.group, None
-        if group is not None:
-            backends.destroy_group(group)
+def _require_running(operation: Operation) -> None:
+    if operation.ended.is_set():
+        raise SyncAborted(f"{operation.op} was given up in the meantime", phase=operation.op)
+
+
+def _await_exit(earlier: list[Operation], operation: Operation) -> None:
+    """Wait until operations that were given up are out of their work: a stuck load may still write."""
+    for one in earlier:
+        while not one.left.wait(min(_SLICE_S, operation.deadline.remaining())):
+            _require_running(operation)
+            if operation.deadline.expired:
+                rank = () if operation.group is None else (f"rank {operation.group.rank}",)
+                raise SyncTimeout(
+                    f"an earlier {one.op} that was given up is still in its work in this process, so {operation.op} "
+                    f"could not begin within {operation.deadline.seconds:.1f} s",
+                    phase=operation.op,
+                    actors=rank,
+                )
+    _require_running(operation)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -245,3 +327,16 @@ def _keep_traceback(error: BaseException) -> None:
     elif not isinstance(error, SyncError):
         with contextlib.suppress(Exception):
             error.__dict__.setdefault("twinkle_traceback", "".join(traceback.format_exception(error)))
+
+
+def _clear_frames(error: BaseException) -> None:
+    """An operation is remembered until the next one, and frames hold the tensors that were on their way."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        one = pending.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        pending += [one.__cause__, one.__context__]

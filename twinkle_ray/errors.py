@@ -20,6 +20,7 @@ All of them cross process borders: they pickle with their fields, and a cause is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -144,3 +145,17 @@ class PeerLost(SyncError):
 
 class SyncAborted(SyncError):
     """This member is healthy; the group was given up because another one failed."""
+
+
+def vagueness(error: BaseException) -> int:
+    """How little an error explains of a failure that several members report: 0 for an error of a member's own, then a
+    lost peer, a time-out, an abort that others caused; of each kind, one that names nobody after one that does."""
+    for place, kind in enumerate((SyncAborted, SyncTimeout, PeerLost)):
+        if isinstance(error, kind):
+            return 6 - 2 * place - bool(error.actors)
+    return 0
+
+
+def first_cause(errors: Iterable[BaseException]) -> BaseException:
+    """Of several errors of one failure the one that explains most."""
+    return min(errors, key=vagueness)

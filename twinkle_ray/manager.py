@@ -285,7 +285,7 @@ class CheckpointEngineManager:
             with _timed(phases, "prepare"):
                 trainers, rollouts, devices = self._look(deadline)
             mode = self._mode_for([t.device for t in trainers.values()][:1] + devices)
-            pids = tuple(s.pid for s in [*trainers.values(), *rollouts.values()])
+            pids = (*(s.pid for s in trainers.values()), *(s.pid for s in rollouts.values()))
             if not self._stands(mode, pids, trainers, rollouts):
                 with _timed(phases, "init"):
                     self._connect(mode, pids, rollouts, deadline)
@@ -301,9 +301,9 @@ class CheckpointEngineManager:
             error.versions = self._versions()
             raise
         except BaseException:
-            # Refused input leaves the group as it is; an interrupt leaves nobody waiting.
-            if self._group is None or not phases.keys() >= {"prepare"}:
-                self._agreed = None
+            # Refused input leaves the group as it is, if it stands; an interrupt in the transfer does not.
+            if self._group is None or "transfer" in phases:
+                self._group = self._agreed = None
             raise
         assert self._agreed is not None
         assert self._group is not None
@@ -332,13 +332,13 @@ class CheckpointEngineManager:
                 raise ManifestMismatch(
                     f"{name} holds other names, shapes or dtypes than trainer[0]; all trainers must hold one model"
                 )
-        for name, status in rollouts.items():
-            if "weights" in status.asleep:
+        for name, held in rollouts.items():
+            if "weights" in held.asleep:
                 raise ReplicaUnavailable(
-                    f"{name} is asleep ({', '.join(status.asleep)}); wake at least its weights before a sync, with "
+                    f"{name} is asleep ({', '.join(held.asleep)}); wake at least its weights before a sync, with "
                     "manager.wake_up_rollout(['weights'])"
                 )
-        return trainers, rollouts, [device for status in rollouts.values() for device in status.devices]
+        return trainers, rollouts, [device for held in rollouts.values() for device in held.devices]
 
     def _mode_for(self, devices: list[tuple[str, str]]) -> str:
         kinds = {kind for kind, _ in devices}
@@ -407,13 +407,16 @@ class CheckpointEngineManager:
                 "timeout_s": left,
             }
             members[replica.name] = Op(handle=replica.handle, op="connect", request=request)
-        self._round("init", deadline, made).run(members)
+        self._round("init", deadline, made, metadata["group"]).run(members)
         self._group = _Group(name=metadata["group"], mode=mode, topology=made, pids=pids)
 
     def _agree(self, trainers: dict[str, TrainerStatus], deadline: Deadline) -> None:
         self._agreed = None
         first = self._trainers[0]
-        sent = self._round("agree", deadline).run({first.name: Call(ref=first.handle.checkpoint_manifest.remote())})
+        # All of them, for one answer: a user's named_weights() may gather, and then needs every rank.
+        sent = self._round("agree", deadline).run(
+            {t.name: Call(ref=t.handle.checkpoint_manifest.remote()) for t in self._trainers}
+        )
         own = Manifest.from_json(sent[first.name])
         answers = self._round("agree", deadline).run(
             {r.name: Op(handle=r.handle, op="agree", request={"manifest": own.as_json()}) for r in self._replicas}
@@ -455,6 +458,7 @@ class CheckpointEngineManager:
                     "bucket_size": self.bucket_size,
                     "timeout_s": left,
                     "in_flight": in_flight,
+                    "group": group.name,
                     "manifest": agreed.wire.as_json() if fresh else None,
                 },
             )
@@ -463,12 +467,15 @@ class CheckpointEngineManager:
         members |= {
             t.name: Call(
                 ref=t.handle.send_checkpoint_weights.remote(
-                    digest=agreed.wire.digest, bucket_size=self.bucket_size, timeout_s=left
+                    digest=agreed.wire.digest,
+                    bucket_size=self.bucket_size,
+                    timeout_s=left,
+                    group=None if rank is None else group.name,
                 )
             )
-            for t in self._trainers
+            for t, rank in zip(self._trainers, group.topology.trainer_ranks, strict=True)
         }
-        return self._round("transfer", deadline, group.topology).run(members)
+        return self._round("transfer", deadline, group.topology, group.name).run(members)
 
     # --- other ways --------------------------------------------------------------------------------------------
 
@@ -521,18 +528,18 @@ class CheckpointEngineManager:
         finally:
             self._busy.release()
 
-    def _round(self, phase: str, deadline: Deadline, made: Topology | None = None) -> Round:
+    def _round(self, phase: str, deadline: Deadline, made: Topology | None = None, group: str = "") -> Round:
         def owner(actor: str) -> str:
             number = actor.removeprefix("rank ")
             return made.owner(int(number)) if made is not None and number.isdigit() else actor
 
-        return Round(phase, deadline, release=self._release if made is not None else None, owner=owner)
+        def release(reason: str) -> None:
+            # A member that is busy hears it through the group's lifeline.
+            for handle in [*self.rollout_actors, *self.train_actors]:
+                with contextlib.suppress(Exception):
+                    handle.abort_checkpoint.remote(reason, group)
 
-    def _release(self, reason: str) -> None:
-        """Tell every member to give up. A member that is busy hears it through the group's lifeline."""
-        for handle in [*self.rollout_actors, *self.train_actors]:
-            with contextlib.suppress(Exception):
-                handle.abort_checkpoint.remote(reason)
+        return Round(phase, deadline, release=release if made is not None else None, owner=owner)
 
     def _versions(self) -> dict[str, int | None]:
         refs = {r.name: r.handle.weights_version.remote() for r in self._replicas}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from twinkle_ray.errors import (
     SyncError,
     SyncTimeout,
     TwinkleRayError,
+    vagueness,
 )
 from twinkle_ray.types import Deadline, OpState, OpStatus
 
@@ -97,23 +99,31 @@ class Round:
             TwinkleRayError: the one that explains the failure best; of type :class:`SyncError` unless a member
                 refused its input.
         """
-        for name, member in members.items():
-            self._send(name, member)
+        try:
+            for name, member in members.items():
+                self._send(name, member)
+            self._collect()
+        except BaseException as error:
+            self._let_go(f"the driver was interrupted: {type(error).__name__}")
+            raise
+        if self._errors:
+            raise self._verdict()
+        return self._results
+
+    def _collect(self) -> None:
         settle: float | None = None
         while self._pending or self._later:
             now = time.monotonic()
             if self._errors and settle is None:
                 settle = now + _SETTLE_S
-                self._let_go()
+                name, error = next(iter(self._errors.items()))
+                self._let_go(f"{name}: {type(error).__name__}: {error}")
             if settle is not None and (now > settle or self._explained()):
                 break
-            if settle is None and now > self._deadline.at + _MARGIN_S:
+            if settle is None and now > self._deadline.at + _MARGIN_S and not self._take_ready():
                 self._expire()
                 continue
             self._step(settle)
-        if self._errors:
-            raise self._verdict()
-        return self._results
 
     def run_each(self, members: Mapping[str, Call | Op]) -> dict[str, Any]:
         """Like :meth:`run`, but every member runs to its own end; then the first failure is raised.
@@ -165,11 +175,23 @@ class Round:
         for ref in ready:
             self._take(ref, self._pending.pop(ref))
 
+    def _take_ready(self) -> bool:
+        """Take what is there already. Whether there was any: who has answered is not late, whoever else kept us."""
+        refs = list(self._pending)
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
+        for ref in ready:
+            if ref in self._pending:  # not of a member whose failure was among them
+                self._take(ref, self._pending.pop(ref))
+        return bool(ready)
+
     def _take(self, ref: Any, waiting: _Waiting) -> None:
         try:
             value = ray.get(ref, timeout=10.0)
         except RayError as error:
-            self._fail(waiting.name, as_cause(error), str(getattr(error, "traceback_str", "") or error))
+            cause = as_cause(error)
+            if isinstance(cause, SyncError) and isinstance(error, RayActorError):
+                cause.actors = (waiting.name,)
+            self._fail(waiting.name, cause, str(getattr(error, "traceback_str", "") or error))
             return
         except Exception as error:
             self._fail(waiting.name, error, "")
@@ -190,7 +212,7 @@ class Round:
 
     def _fail(self, name: str, error: BaseException, trace: str) -> None:
         known = self._errors.get(name)
-        if known is None or _weight(error) < _weight(known):
+        if known is None or vagueness(error) < vagueness(known):
             if trace and not isinstance(error, SyncError):
                 error.__dict__.setdefault("twinkle_traceback", trace)
             self._errors[name] = error
@@ -210,30 +232,31 @@ class Round:
             actors=tuple(names),
         )
 
-    def _let_go(self) -> None:
-        if self._release is not None:
-            name, error = next(iter(self._errors.items()))
-            self._release(f"{name}: {type(error).__name__}: {error}")
+    def _let_go(self, reason: str) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release(reason)
 
     def _explained(self) -> bool:
-        return any(_weight(error) == 0 for error in self._errors.values())
+        return any(vagueness(error) == 0 for error in self._errors.values())
 
     def _verdict(self) -> BaseException:
-        name = min(self._errors, key=lambda n: _weight(self._errors[n]))
+        name = min(self._errors, key=lambda n: vagueness(self._errors[n]))
         error = self._errors[name]
-        if isinstance(error, TwinkleRayError) and not isinstance(error, SyncError):
+        # In the transfer even refused input has cost the group, and perhaps half of a model was written.
+        if isinstance(error, TwinkleRayError) and not isinstance(error, SyncError) and self.phase != "transfer":
             named = copy.copy(error)
             named.args = (f"{name}: {error}",)
             return named
         if isinstance(error, SyncError):
             actors = tuple(dict.fromkeys(self._owner(actor) for actor in error.actors)) or (name,)
-            if isinstance(error, (SyncAborted, SyncTimeout)) and not error.actors:
-                # Nobody named a culprit: it is whoever has not answered, else all that ran out of time.
+            if isinstance(error, (SyncAborted, SyncTimeout, PeerLost)) and not error.actors:
+                # Nobody named a culprit: it is whoever has not answered, else all that say the same.
                 late = (n for n, e in self._errors.items() if type(e) is type(error))
                 actors = tuple(self._missing() or sorted(late))
             text = str(error)
             for rank in error.actors:
-                text = text.replace(rank, self._owner(rank))
+                text = re.sub(rf"\b{re.escape(rank)}\b", self._owner(rank), text)
             made = type(error)(
                 f"{self.phase}: {', '.join(actors)}: {text}",
                 phase=self.phase,
@@ -266,12 +289,3 @@ def as_cause(error: BaseException) -> BaseException:
 def _reason(error: RayActorError) -> str:
     text = " ".join(str(error).split())
     return f" ({text[:300]})" if text else ""
-
-
-def _weight(error: BaseException) -> int:
-    """How little an error explains: 0 an error of the actor's own, then a lost peer, a time-out, an abort."""
-    if isinstance(error, SyncAborted):
-        return 3
-    if isinstance(error, SyncTimeout):
-        return 2
-    return 1 if isinstance(error, PeerLost) else 0

@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Protocol
 
@@ -19,12 +20,12 @@ import torch
 
 from twinkle_ray.digest import assemble
 from twinkle_ray.errors import (
-    PeerLost,
     ReplicaUnavailable,
     SyncAborted,
     SyncError,
     SyncTimeout,
     UnsupportedActor,
+    first_cause,
 )
 from twinkle_ray.sinks import ModuleSink, Piece
 from twinkle_ray.types import Contents, Deadline, OpState, OpStatus, RolloutStatus
@@ -35,6 +36,21 @@ UNVERIFIABLE = "unverifiable"
 
 _SLICE_S = 0.2
 _GRACE_S = 2.0
+_HARMLESS = ("prepare", "agree", "digest")
+"""Operations that change nothing; a new one need not wait for their end."""
+_OVERTAKEN_S = 5.0
+"""In actors with several threads or an event loop a poll may run before the start that was sent ahead of it, by at most
+this much."""
+
+_making = threading.Lock()
+
+
+def making() -> threading.Lock:
+    """The lock under which an actor makes its :class:`Serving`, so that its threads all find the same one.
+
+    A function, because Ray pickles a mixin's methods by value and a lock cannot be pickled.
+    """
+    return _making
 
 
 class Target(Protocol):
@@ -124,9 +140,10 @@ class _Step:
 class _Running:
     """One operation of a rollout."""
 
-    def __init__(self, op: str, key: str) -> None:
+    def __init__(self, op: str, key: str, group: str) -> None:
         self.op = op
         self.key = key
+        self.group = group
         self.step = 0
         self.steps = 0
         self.touched = False
@@ -173,6 +190,9 @@ class Serving:
         self._running: _Running | None = None
         self._coroutine: Coroutine[Any, Any, Any] | None = None
         self._lock = threading.Lock()
+        self._started: deque[str] = deque(maxlen=64)
+        self._early: dict[str, float] = {}
+        self._arrival = threading.Condition()
         self._slice_s = 0.0
 
     # --- what the actor's methods call -------------------------------------------------------------------------
@@ -183,20 +203,37 @@ class Serving:
         Args:
             key: the caller's name for it, by which it is polled. Unique, so that the poll can be sent with the start.
             op: ``prepare | connect | agree | receive | receive_announced | digest | leave | sleep | wake_up``.
+
+        Raises:
+            SyncError: the one that runs does not end, and two must not change the weights at once.
         """
         body: Callable[..., Coroutine[Any, Any, Any]] = getattr(self, f"_{op}")
-        if self._running is not None and not self._running.ended.is_set():
+        before = self._running
+        if before is not None and not before.ended.is_set():
             self.abort(f"a new {op} was asked for")
-            self._finish_aborted()
-        running = self._running = _Running(op, key)
+            if self.target.loop is None and before.op not in _HARMLESS and not before.ended.is_set():
+                self._note_start(key)
+                raise _still_running(before, op)
+        group = str(request["rendezvous"]["group"]) if op == "connect" else self._group
+        running = _Running(op, key, group)
+        coroutine = body(running, **request)
         loop = self.target.loop
+        with self._lock:
+            self._running = running
+            self._coroutine = coroutine if loop is None else None
+        self._note_start(key)
         if loop is None:
-            self._coroutine = body(running, **request)
             self._advance(0.0)
         elif _on_loop(loop):
-            loop.create_task(self._as_task(running, body(running, **request)))
+            loop.create_task(self._as_task(running, coroutine, before))
         else:
-            asyncio.run_coroutine_threadsafe(self._as_task(running, body(running, **request)), loop)
+            asyncio.run_coroutine_threadsafe(self._as_task(running, coroutine, before), loop)
+
+    def _note_start(self, key: str) -> None:
+        with self._arrival:
+            self._started.append(key)
+            self._early.pop(key, None)
+            self._arrival.notify_all()
 
     def poll(self, key: str, wait_s: float) -> OpStatus:
         """Status of the operation, after at most ``wait_s`` seconds (at once on the engine's own event loop).
@@ -204,6 +241,8 @@ class Serving:
         Raises:
             SyncAborted: another operation has taken its place.
         """
+        if not self._has_started(key, wait_s):
+            return OpStatus(op="", state=OpState.RUNNING)
         running = self._running
         if running is None or running.key != key:
             raise SyncAborted(f"operation {key} is not the one that runs here; another driver replaced it")
@@ -216,6 +255,17 @@ class Serving:
             running.ended.wait(wait_s)
         return running.status()
 
+    def _has_started(self, key: str, wait_s: float) -> bool:
+        """Whether the start with this key was here, or should have been long ago."""
+        with self._arrival:
+            if self.target.loop is None or not _on_loop(self.target.loop):
+                self._arrival.wait_for(lambda: key in self._started, wait_s)
+            if key in self._started:
+                return True
+            now = time.monotonic()
+            self._early = {k: at for k, at in self._early.items() if now - at < 2 * _OVERTAKEN_S}
+            return now - self._early.setdefault(key, now) > _OVERTAKEN_S
+
     def run(self, op: str, request: dict[str, Any], timeout_s: float) -> Any:
         """Start an operation, wait for its end, and return its result or raise its error.
 
@@ -224,8 +274,8 @@ class Serving:
         """
         if self.target.loop is not None and _on_loop(self.target.loop):
             raise UnsupportedActor(
-                f"{op} would block this async actor's event loop; drive it with CheckpointEngineManager, or call it "
-                "from another thread"
+                f"{op} would block this async actor's event loop; use CheckpointEngineManager (manager.sync_weights(), "
+                "manager.verify() ...), which does not wait there, or call it from another thread"
             )
         key = f"{op}-{next(self._numbers)}"
         self.start(key, op, request)
@@ -238,11 +288,16 @@ class Serving:
             raise status.error
         return status.result
 
-    def abort(self, reason: str) -> None:
-        """Ask the running operation to end. It sees this at its next step, within a slice."""
+    def abort(self, reason: str, group: str | None = None) -> None:
+        """Let the running operation end: a synchronous engine's here, within seconds; a task sees it at its next step.
+
+        Args:
+            group: only if it works in this group; another driver's operation may have taken its place.
+        """
         running = self._running
-        if running is not None and not running.ended.is_set():
+        if running is not None and not running.ended.is_set() and group in (None, "", running.group):
             running.abort_reason = reason
+            self._finish_aborted()
 
     def status(self) -> RolloutStatus:
         running = self._running
@@ -287,10 +342,19 @@ class Serving:
         finally:
             self._lock.release()
 
-    async def _as_task(self, running: _Running, coroutine: Coroutine[Any, Any, Any]) -> None:
+    async def _as_task(
+        self, running: _Running, coroutine: Coroutine[Any, Any, Any], before: _Running | None
+    ) -> None:
         try:
+            if before is not None and before.op not in _HARMLESS:
+                deadline = Deadline.after(_GRACE_S)
+                while not before.ended.is_set():
+                    if deadline.expired:
+                        raise _still_running(before, running.op)
+                    await asyncio.sleep(0.005)
             running.end(result=await coroutine)
         except BaseException as error:
+            coroutine.close()
             running.end(error=error)
 
     def _finish_aborted(self) -> None:
@@ -306,35 +370,68 @@ class Serving:
         else:
             await asyncio.sleep(min(0.02, 0.001 * (1 + naps)))
 
+    async def _in_workers(
+        self, running: _Running, deadline: Deadline, method: str, *args: Any
+    ) -> list[OpStatus]:
+        """Start a method in all workers and follow it to its end; on the first failure give the others up too."""
+        try:
+            await self.target.call(method, *args, timeout_s=deadline.remaining() + 10.0)
+            return await self._follow(running, deadline)
+        except (Exception, asyncio.CancelledError) as error:
+            try:
+                await self.target.call("abort", f"{type(error).__name__}: {error}", timeout_s=10.0)
+                # Only now they write no more, so only now they can say whether they did.
+                await self._statuses(running, 0.0)
+            except Exception as late:
+                running.touched = True
+                error.add_note(f"while the workers were given up: {type(late).__name__}: {late}")
+            raise
+
     async def _follow(self, running: _Running, deadline: Deadline) -> list[OpStatus]:
-        """Poll the workers until all are done; on the first failure give the others up too."""
         naps = 0
         while True:
-            slice_s = self._slice_s if self.target.loop is None else 0.0
-            packed = await self.target.call("poll", slice_s, timeout_s=slice_s + 10.0)
-            statuses = [unpack_status(p) for p in packed]
-            running.step = min(s.step for s in statuses)
-            running.steps = max(s.steps for s in statuses)
-            running.touched = any(s.touched for s in statuses)
+            statuses = await self._statuses(running, self._slice_s if self.target.loop is None else 0.0)
             errors = [s.error for s in statuses if s.error is not None]
-            if not errors and all(s.state is OpState.DONE for s in statuses):
-                return statuses
-            if not errors and running.abort_reason is not None:
-                errors = [SyncAborted(running.abort_reason, phase=running.op)]
-            if not errors and deadline.at + _GRACE_S < time.monotonic():
-                errors = [SyncTimeout(f"{running.op} did not end within {deadline.seconds:.1f} s", phase=running.op)]
             if errors:
-                error = first_cause(errors)
-                await self.target.call("abort", f"{type(error).__name__}: {error}", timeout_s=10.0)
-                raise error
+                raise first_cause(errors)
+            if all(s.state is OpState.DONE for s in statuses):
+                return statuses
+            _require_wanted(running)
+            if deadline.at + _GRACE_S < time.monotonic():
+                raise SyncTimeout(f"{running.op} did not end within {deadline.seconds:.1f} s", phase=running.op)
             await self._nap(naps)
             naps += 1
+
+    async def _statuses(self, running: _Running, slice_s: float) -> list[OpStatus]:
+        packed = await self.target.call("poll", slice_s, timeout_s=slice_s + 10.0)
+        statuses = [unpack_status(p) for p in packed]
+        running.step = min(s.step for s in statuses)
+        running.steps = max(s.steps for s in statuses)
+        running.touched |= any(s.touched for s in statuses)
+        return statuses
+
+    async def _pause(self, running: _Running, in_flight: str, deadline: Deadline) -> None:
+        """Pause the engine. On an event loop an abort is heard while requests drain."""
+        if self.target.loop is None:
+            await self.target.pause(in_flight, deadline)
+        else:
+            pausing = asyncio.ensure_future(self.target.pause(in_flight, deadline))
+            while not (await asyncio.wait([pausing], timeout=0.05))[0] and running.abort_reason is None:
+                pass
+            if not pausing.done():
+                pausing.cancel()
+                await asyncio.wait([pausing])
+            else:
+                pausing.result()
+        _require_wanted(running)
 
     # --- the operations ----------------------------------------------------------------------------------------
 
     async def _prepare(self, running: _Running) -> RolloutStatus:
         facts = await self.target.call("describe", timeout_s=30.0)
         self._devices = tuple((str(f["device_type"]), str(f["device_id"])) for f in facts)
+        groups = {str(f["group"]) for f in facts}
+        self._group = groups.pop() if len(groups) == 1 else ""  # a worker may have lost it between two syncs
         self._asleep = tuple(await self.target.asleep())
         return self.status()
 
@@ -343,8 +440,7 @@ class Serving:
     ) -> None:
         deadline = Deadline.after(timeout_s)
         self._group = ""
-        await self.target.call("connect", first_rank, world_size, rendezvous, timeout_s, timeout_s=timeout_s + 10.0)
-        await self._follow(running, deadline)
+        await self._in_workers(running, deadline, "connect", first_rank, world_size, rendezvous, timeout_s)
         self._group = str(rendezvous["group"])
 
     async def _agree(self, running: _Running, manifest: list[Any]) -> list[dict[str, Any]]:
@@ -359,7 +455,13 @@ class Serving:
         timeout_s: float,
         in_flight: str = "wait",
         manifest: list[Any] | None = None,
+        group: str | None = None,
     ) -> dict[str, Any]:
+        if group is not None and group != self._group:
+            raise SyncError(
+                "another sync has taken this rollout into a group of its own; one manager at a time may use it",
+                phase="transfer",
+            )
         if manifest is not None:
             await self.target.call("remember", manifest, timeout_s=60.0)
         return await self._update(
@@ -386,17 +488,19 @@ class Serving:
         deadline = Deadline.after(timeout_s)
         start = time.perf_counter()
         try:
-            await self.target.pause(in_flight, deadline)
+            await self._pause(running, in_flight, deadline)
             running.seconds["pause"] = time.perf_counter() - start
             method, *args = request(deadline.remaining())
-            await self.target.call(method, *args, timeout_s=deadline.remaining() + 10.0)
-            statuses = await self._follow(running, deadline)
+            statuses = await self._in_workers(running, deadline, method, *args)
             start = time.perf_counter()
             await self.target.after_load()
             running.seconds["reset"] = time.perf_counter() - start
-        except BaseException as error:
+        except (Exception, asyncio.CancelledError) as error:
             self._group = ""
-            await self._after_failure(running, error)
+            try:
+                await self._after_failure(running, error)
+            except Exception as late:
+                error.add_note(f"while the engine was set right: {type(late).__name__}: {late}")
             raise
         self.version = version
         self.contents = Contents.WHOLE
@@ -456,18 +560,16 @@ class Serving:
         return self._asleep
 
 
-def first_cause(errors: list[BaseException]) -> BaseException:
-    """Of several errors of one failure the one that says most: an error of its own before a lost peer before an
-    abort that others caused."""
+def _require_wanted(running: _Running) -> None:
+    if running.abort_reason is not None:
+        raise SyncAborted(running.abort_reason, phase=running.op)
 
-    def weight(error: BaseException) -> int:
-        if isinstance(error, SyncAborted):
-            return 3
-        if isinstance(error, PeerLost):
-            return 2
-        return 1 if isinstance(error, SyncError) else 0
 
-    return min(errors, key=weight)
+def _still_running(before: _Running, op: str) -> SyncError:
+    return SyncError(
+        f"{op} cannot begin: an earlier {before.op} of this rollout was given up, but has not ended yet; try again",
+        phase=op,
+    )
 
 
 def _piece(value: dict[str, Any]) -> Piece:

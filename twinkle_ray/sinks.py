@@ -89,6 +89,9 @@ class Sink(Protocol):
     with those that are complete, at last ``finish``; or ``abandon`` after an error anywhere.
     """
 
+    in_place: bool
+    """Whether a buffer may be a live parameter; if not, nothing live is written before ``ready``."""
+
     @property
     def device(self) -> torch.device:
         """The device on which the parameters live."""
@@ -147,6 +150,8 @@ class ModuleSink:
     Raises:
         UnsupportedModel: from ``agree`` and ``begin``: a tensor of ``target`` is a DTensor, or has no plain bytes.
     """
+
+    in_place = True
 
     def __init__(self, target: nn.Module) -> None:
         self._target = target

@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from twinkle_ray.errors import ConfigError, WireError
 from twinkle_ray.manifest import ITEMSIZE, Manifest, TensorMeta
 from twinkle_ray.plan import Segment, plan_chunks
 from twinkle_ray.types import Deadline
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 _PREFIX = struct.Struct("<4sIQ")
 _MAGIC = b"TWKL"
@@ -114,12 +117,10 @@ class Bucket:
             if not 0 <= index < len(metas) or not 0 <= start < stop <= metas[index].nbytes:
                 raise WireError(f"bucket {seq}: a segment lies outside its tensor")
             parts.append(Segment(tensor=index, start=start, stop=stop))
-        return Bucket(
-            tensors=metas, segments=tuple(parts), first_part=first_part, completes=completes, last=last
-        )
+        return Bucket(tensors=metas, segments=tuple(parts), first_part=first_part, completes=completes, last=last)
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeIs[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -187,7 +188,9 @@ def _send_batch(
     metas = [meta for meta, _ in batch]
     chunks = plan_chunks(Manifest(tuple(metas)), bucket_size)
     if not chunks:
-        send_frame(group, seq, Bucket(tensors=(), segments=(), first_part=True, completes=0, last=last).as_json(), deadline)
+        send_frame(
+            group, seq, Bucket(tensors=(), segments=(), first_part=True, completes=0, last=last).as_json(), deadline
+        )
         return seq + 1
     for number, chunk in enumerate(chunks):
         touched = sorted({s.tensor for s in chunk.segments} | set(chunk.completes))

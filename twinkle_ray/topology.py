@@ -52,14 +52,14 @@ def build(trainers: int, workers: Sequence[int]) -> Topology:
             raise ConfigError(f"rollout[{index}] has {count} workers; it needs at least one")
         ranks.append(tuple(range(rank, rank + count)))
         rank += count
-    return Topology(
-        world_size=rank, trainer_ranks=(0, *[None] * (trainers - 1)), rollout_ranks=tuple(ranks)
-    )
+    return Topology(world_size=rank, trainer_ranks=(0, *[None] * (trainers - 1)), rollout_ranks=tuple(ranks))
 
 
 def init_arguments(made: Topology, metadata: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """Arguments of ``init_process_group`` for all trainers and all rollouts, in the seeds' form: dicts of lists, rank -1
-    for a trainer that is not in the group. Every rollout is one rank."""
+    """Arguments of ``init_process_group`` for all trainers and all rollouts, in the seeds' form: dicts of lists.
+
+    Every rollout is one rank; a trainer that is not in the group has rank -1.
+    """
 
     def arguments(ranks: list[int]) -> dict[str, list[Any]]:
         count = len(ranks)

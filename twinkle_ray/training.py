@@ -56,7 +56,7 @@ class Training:
             tensors=len(manifest),
             nbytes=manifest.nbytes,
             device=(facts["device_type"], facts["device_id"]),
-            group=endpoint.rendezvous.group if endpoint.rendezvous is not None and endpoint.is_sound() else "",
+            group=endpoint.sound_group,
             pid=os.getpid(),
         )
 
@@ -76,38 +76,48 @@ class Training:
         return wire.digest
 
     def connect(self, rank: int, world_size: int, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """Join the group; ``rank`` -1 means: not in it."""
-        self.rank = None if rank < 0 else rank
-        if self.rank is not None:
-            self.endpoint.connect(rank, world_size, rendezvous, Deadline.after(timeout_s)).outcome()
+        """Join the group as ``rank``."""
+        self.rank = rank
+        self.endpoint.connect(rank, world_size, rendezvous, Deadline.after(timeout_s)).outcome()
 
-    def send(self, digest: str, bucket_size: int, timeout_s: float) -> dict[str, Any]:
+    def send(self, digest: str, bucket_size: int, timeout_s: float, group: str | None = None) -> dict[str, Any]:
         """Send the agreed manifest; returns once the last byte has been read from this trainer's memory.
 
         A trainer that is not in the group only takes part in the gathers of sharded parameters.
+
+        Args:
+            group: in which to send; ``None``: in whichever this trainer is, if any.
         """
         if self._agreed is None or self._agreed[1].digest != digest:
             raise SyncError(f"no manifest {digest} was agreed with this trainer", phase="transfer")
         own, wire = self._agreed
         self._current(own)
-        return self._send(wire, bucket_size, Deadline.after(timeout_s), announced=False)
+        return self._send(wire, bucket_size, Deadline.after(timeout_s), announced=False, name=group)
 
     def send_announced(self, bucket_size: int, timeout_s: float) -> dict[str, Any]:
         """Send the model in its own dtypes, its manifest first, to receivers that were told nothing."""
         return self._send(self.source().manifest(), bucket_size, Deadline.after(timeout_s), announced=True)
 
-    def _send(self, wire: Manifest, bucket_size: int, deadline: Deadline, *, announced: bool) -> dict[str, Any]:
+    def _send(
+        self, wire: Manifest, bucket_size: int, deadline: Deadline, *, announced: bool, name: str | None = None
+    ) -> dict[str, Any]:
         source = self.source()
 
         def work(operation: Operation) -> dict[str, Any]:
-            if self.rank is None:
+            if self.rank is None and name is None:
                 source.gather_only(wire)
                 return {}
-            group = self.endpoint.group
-            if group is None:
-                raise SyncError("this trainer is in no sync group", phase="transfer")
+            if operation.group is not None and name not in (None, operation.group.group_name):
+                operation.group = None  # another sync's, and not to be given up with this one
+            group = operation.group
             # On an error the stream's exit still makes the gathers that the other trainer ranks are in.
             with source.tensors(wire) as tensors:
+                if group is None:
+                    raise SyncError(
+                        "this trainer is not in the group of this sync: it never joined, or another sync has taken it "
+                        "into a group of its own; one manager at a time may use it",
+                        phase="transfer",
+                    )
                 try:
                     # What the caller has put on the device (an optimizer step on any stream) must have ended.
                     _fence(self.endpoint.device)

@@ -75,10 +75,13 @@ def receive(
                     buffer = open_buffers[segment.tensor] = sink.buffer(manifest.tensors[segment.tensor], device)
                 views.append(bytes_view(buffer)[segment.start : segment.stop])
             with operation.timed("wire"):
-                operation.touched = True  # a buffer may be a live parameter
+                if sink.in_place:
+                    operation.touch()
                 group.broadcast_many(views, src=source)
                 group.synchronize(operation.deadline)
             with operation.timed("load"):
+                if chunk.completes:
+                    operation.touch()
                 sink.ready(
                     [
                         (meta, open_buffers.pop(index, None) if meta.nbytes else sink.buffer(meta, device))

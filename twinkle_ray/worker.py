@@ -40,11 +40,13 @@ class WorkerSide:
         self._last: Manifest | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Facts about this process: ``kind``, ``device_type``, ``device_id`` and what the sink adds."""
-        return {**self.sink.describe(), **device_facts(self.sink.device)}
+        """Facts about this process: ``device_type``, ``device_id``, ``group`` (its sync group's name while nothing is known
+        against it, else ``""``), and what the sink adds."""
+        return {**self.sink.describe(), **device_facts(self.sink.device), "group": self.endpoint.sound_group}
 
     def connect(self, first_rank: int, world_size: int, rendezvous: dict[str, Any], timeout_s: float) -> None:
         """Start to join the group of this rendezvous as rank ``first_rank + index``; ``poll`` tells when it is joined."""
+        self._operation = None  # what is polled must not be an earlier one if this cannot start
         rank = first_rank + self.index
         self._operation = self.endpoint.connect(rank, world_size, Rendezvous(**rendezvous), Deadline.after(timeout_s))
 
@@ -65,12 +67,13 @@ class WorkerSide:
         Raises:
             SyncError: no manifest of this digest was agreed here, or this process is in no group.
         """
+        self._operation = None
         manifest = self._manifests.get(digest)
         if manifest is None:
             raise SyncError(f"no manifest {digest} was agreed with this worker", phase="transfer")
 
         def work(operation: Operation) -> dict[str, Any]:
-            group = self.endpoint.group
+            group = operation.group
             if group is None:
                 raise SyncError("this worker is in no sync group", phase="transfer")
             self._last = manifest
@@ -80,9 +83,10 @@ class WorkerSide:
 
     def receive_announced(self, timeout_s: float) -> None:
         """Start to receive one sync whose manifest comes first on the group itself (see :func:`announce`)."""
+        self._operation = None
 
         def work(operation: Operation) -> dict[str, Any]:
-            group = self.endpoint.group
+            group = operation.group
             if group is None:
                 raise SyncError("this worker is in no sync group", phase="transfer")
             content = receive_frame(group, 0, operation.deadline)

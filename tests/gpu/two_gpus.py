@@ -267,7 +267,12 @@ def part_deaths(options: argparse.Namespace) -> None:
             get(hands[0].init.remote(rank=0, world_size=2), 20)
             raise AssertionError("a group of two was made by one")
         except SyncTimeout as error:
-            say("never_comes", seconds=round(time.monotonic() - start, 2), deadline_s=4.0, error=str(error).splitlines()[-1])
+            say(
+                "never_comes",
+                seconds=round(time.monotonic() - start, 2),
+                deadline_s=4.0,
+                error=str(error).splitlines()[-1],
+            )
         get(hands[0].ping.remote(), 1)
         metadata = get(hands[0].prepare.remote(True))
         get([h.init.remote(rank=i, world_size=2, master_metadata=metadata) for i, h in enumerate(hands)], 20)
@@ -310,9 +315,10 @@ def part_deaths(options: argparse.Namespace) -> None:
         except SyncError as error:
             took = time.monotonic() - when[0]
             say("manager_rollout_killed", seconds=round(took, 3), type=type(error).__name__, actors=error.actors)
-            assert error.actors == ("rollout[0]",)
-            assert took < 4
+            named = error.actors
         thread.join()
+        assert named == ("rollout[0]",)
+        assert took < 4
         time.sleep(1.0)
         get(trainer.ping.remote(), 5)
         fresh = make(RolloutBase, options, shapes, options.device)

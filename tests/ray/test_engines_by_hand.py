@@ -140,9 +140,7 @@ def test_a_generator_that_raises_releases_the_receivers_with_its_reason() -> Non
     # The same actors make a new generation.
     ray.get([h.finalize.remote() for h in hands], timeout=10)
     metadata = ray.get([h.prepare.remote(i == 0) for i, h in enumerate(hands)], timeout=30)[0]
-    ray.get(
-        [h.init.remote(rank=i, world_size=3, master_metadata=metadata) for i, h in enumerate(hands)], timeout=30
-    )
+    ray.get([h.init.remote(rank=i, world_size=3, master_metadata=metadata) for i, h in enumerate(hands)], timeout=30)
     sent = hands[0].send.remote(8000, 5)
     expected = [facts(name, tensor) for name, tensor in payload(8000, 5)]
     assert ray.get([h.receive.remote() for h in hands[1:]], timeout=60) == [expected, expected]
@@ -206,7 +204,11 @@ def test_a_transfer_that_takes_too_long_ends_at_its_deadline() -> None:
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
-    [({"bucket_size": 0}, "bucket_size is 0"), ({"bucket_size": -5}, "bucket_size is -5"), ({"timeout": 0}, "timeout is 0")],
+    [
+        ({"bucket_size": 0}, "bucket_size is 0"),
+        ({"bucket_size": -5}, "bucket_size is -5"),
+        ({"timeout": 0}, "timeout is 0"),
+    ],
 )
 def test_bad_sizes_are_refused_at_construction(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

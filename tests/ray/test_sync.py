@@ -80,7 +80,7 @@ def test_each_tensor_is_cast_once_to_what_the_receivers_hold(actors: Any) -> Non
     with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
         report = manager.sync_weights()
         expected = TrainerBase(3).model
-        for name, value in expected.named_parameters():
+        for value in expected.parameters():
             value.data = value.data.to(torch.bfloat16)
         from tests.actors import digests
 
@@ -104,7 +104,10 @@ def test_tied_weights_are_sent_once_and_fill_every_name(actors: Any) -> None:
 def test_two_different_tensors_for_one_tied_weight_are_refused(actors: Any) -> None:
     apart, tied = actors(Trainer, 1), actors(Rollout, 2, tied=True)
     before = get(tied.digests.remote())
-    with CheckpointEngineManager([apart], [tied], timeout_s=60) as manager, pytest.raises(ManifestMismatch, match="tied"):
+    with (
+        CheckpointEngineManager([apart], [tied], timeout_s=60) as manager,
+        pytest.raises(ManifestMismatch, match="tied"),
+    ):
         manager.sync_weights()
     assert get(tied.digests.remote()) == before
 

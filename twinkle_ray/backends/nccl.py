@@ -45,6 +45,10 @@ _SLEEP_MAX_S = 1e-3
 _ABORT_S = 5.0
 _LAUNCH_S = 0.2
 
+_LAUNCH = 512
+"""Calls in one group launch at most. Measured on two H200s with 18,867 tensors: 512 a group is as fast as 2,000, and the
+host's work within one group grows faster than the number of calls."""
+
 _DTYPES = {
     torch.int8: "NCCL_INT8",
     torch.uint8: "NCCL_UINT8",
@@ -142,7 +146,9 @@ class NcclGroup(SyncGroup):
 
     def broadcast_many(self, views: Sequence[torch.Tensor], src: int = 0) -> None:
         self._check_views(views)
-        self._launch(lambda comm, stream: self._bcast(comm, views, src, stream), list(views))
+        for at in range(0, len(views), _LAUNCH):
+            part = list(views[at : at + _LAUNCH])
+            self._launch(lambda comm, stream, part=part: self._bcast(comm, part, src, stream), part)  # type: ignore[misc]
 
     def _bcast(self, comm: Any, views: Sequence[torch.Tensor], src: int, stream: int) -> None:
         uint8 = self._nccl.NCCL_UINT8

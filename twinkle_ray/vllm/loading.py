@@ -48,6 +48,8 @@ class EngineSink:
         worker: vLLM's worker: ``model_runner.get_model()``, ``vllm_config`` and ``device`` are used.
     """
 
+    in_place = False
+
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._layout: Layout | None = None

@@ -1,0 +1,142 @@
+"""FSDP2 trainers: gathered one after the other, sent by rank 0, whatever the receiver's pace."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from tests.actors import RolloutBase, TrainerBase
+from twinkle_ray import CheckpointEngineManager, SyncError
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Uneven(torch.nn.Module):
+    """Rows that do not divide by two ranks, one module that is not sharded, a buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a = torch.nn.Linear(7, 5)
+        self.b = torch.nn.Linear(5, 3, bias=False)
+        self.c = torch.nn.Linear(3, 1)
+        self.whole = torch.nn.LayerNorm(3)
+        self.register_buffer("steps", torch.tensor(seed))
+
+
+class ShardedTrainer(TrainerBase):
+    def __init__(self, rank: int, port: int, seed: int) -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        self.model = Uneven(seed)
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (self.model.a, self.model.b, self.model.c):
+            fully_shard(module, mesh=mesh)
+
+    def kinds(self) -> set[str]:
+        return {type(p.data).__name__ for p in self.model.parameters()}
+
+    def train(self) -> float:
+        """One real step on the shards."""
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        x = torch.ones(2, 7)
+        loss = self.model.c(self.model.whole(self.model.b(self.model.a(x)))).sum()
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    def total(self) -> float:
+        import torch.distributed as dist
+
+        value = torch.tensor([float(dist.get_rank() + 1)])
+        dist.all_reduce(value)
+        return value.item()
+
+    def full(self) -> dict[str, torch.Tensor]:
+        """The whole tensors by torch's own checkpoint API: not our code."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+class SlowRollout(RolloutBase):
+    def __init__(self, seed: int, seconds: float) -> None:
+        self.model = Uneven(seed)
+        from twinkle_ray.sinks import ModuleSink
+
+        ready = ModuleSink.ready
+
+        def slow(sink: ModuleSink, tensors: Any) -> None:
+            time.sleep(seconds)
+            ready(sink, tensors)
+
+        ModuleSink.ready = slow  # type: ignore[method-assign]
+
+    def held(self) -> dict[str, torch.Tensor]:
+        return self.model.state_dict()
+
+    def break_once(self) -> None:
+        from twinkle_ray.sinks import ModuleSink
+
+        ready = ModuleSink.ready
+
+        def fail(sink: ModuleSink, tensors: Any) -> None:
+            ModuleSink.ready = ready  # type: ignore[method-assign]
+            raise OSError("the receiver broke")
+
+        ModuleSink.ready = fail  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cluster: str) -> Any:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    trainers = [ray.remote(num_cpus=0.1)(ShardedTrainer).remote(rank, port, 3) for rank in range(2)]
+    rollout = ray.remote(num_cpus=0.1)(SlowRollout).remote(9, 0.2)
+    assert ray.get([t.kinds.remote() for t in trainers], timeout=60) == [{"DTensor", "Tensor"}] * 2
+    yield trainers, rollout
+    for actor in (*trainers, rollout):
+        ray.kill(actor)
+
+
+def same(trainers: list[Any], rollout: Any) -> None:
+    full = ray.get([t.full.remote() for t in trainers], timeout=30)[0]
+    held = ray.get(rollout.held.remote(), timeout=30)
+    assert full.keys() == held.keys()
+    assert all(torch.equal(full[name], held[name]) for name in full)
+
+
+def test_two_sharded_ranks_a_tiny_bucket_and_a_slow_receiver(actors: Any) -> None:
+    trainers, rollout = actors
+    with CheckpointEngineManager(trainers, [rollout], bucket_size=64, timeout_s=40) as manager:
+        for _ in range(2):
+            manager.sync_weights()
+            same(trainers, rollout)
+            assert manager.verify().compared == 8
+            losses = ray.get([t.train.remote() for t in trainers], timeout=30)
+            assert len(losses) == 2
+
+
+def test_a_receiver_that_breaks_leaves_no_trainer_rank_in_a_gather(actors: Any) -> None:
+    trainers, rollout = actors
+    with CheckpointEngineManager(trainers, [rollout], bucket_size=64, timeout_s=40) as manager:
+        manager.sync_weights()
+        ray.get(rollout.break_once.remote(), timeout=10)
+        start = time.monotonic()
+        with pytest.raises(SyncError, match="the receiver broke") as caught:
+            manager.sync_weights()
+        assert time.monotonic() - start < 5
+        assert caught.value.actors == ("rollout[0]",)
+        assert ray.get([t.total.remote() for t in trainers], timeout=5) == [3.0, 3.0]
+        ray.get([t.train.remote() for t in trainers], timeout=30)
+        manager.sync_weights()
+        same(trainers, rollout)

@@ -1,0 +1,216 @@
+"""What a rollout is left as when an operation fails: its contents, its door, its workers and the error told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from twinkle_ray import serving
+from twinkle_ray.errors import PeerLost, ReplicaUnavailable, SyncAborted, SyncError
+from twinkle_ray.serving import Serving
+from twinkle_ray.types import Contents, OpState, OpStatus
+from twinkle_ray.worker import pack_status
+
+REPORT = {"path": "in place", "tensors": 1, "nbytes": 4, "direct_bytes": 4, "seconds": {}}
+
+
+def running(touched: bool = False) -> OpStatus:
+    return OpStatus(op="transfer", state=OpState.RUNNING, touched=touched)
+
+
+def failed(error: BaseException, touched: bool = False) -> OpStatus:
+    return OpStatus(op="transfer", state=OpState.FAILED, touched=touched, error=error)
+
+
+def done() -> OpStatus:
+    return OpStatus(op="transfer", state=OpState.DONE, touched=True, result=REPORT)
+
+
+class FakeTarget:
+    """An engine of two workers whose statuses are scripted; writes down what it is told."""
+
+    kind = "fake"
+    workers = 2
+
+    def __init__(self, before: list[OpStatus], after_abort: list[OpStatus], loop: Any = None) -> None:
+        self.loop = loop
+        self.before, self.after_abort = before, after_abort
+        self.events: list[str] = []
+        self.fail: dict[str, BaseException] = {}
+        self.draining = 0.0
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        if method != "poll":
+            self.events.append(method)
+        if method in self.fail:
+            raise self.fail[method]
+        if method == "poll":
+            return [pack_status(s) for s in (self.after_abort if "abort" in self.events else self.before)]
+        if method == "describe":
+            return [{"device_type": "cpu", "device_id": ""}] * 2
+        return [None, None]
+
+    async def pause(self, in_flight: str, deadline: Any) -> None:
+        self.events.append("pause")
+        if self.draining:
+            await asyncio.sleep(self.draining)
+
+    async def resume(self) -> None:
+        self.events.append("resume")
+        if "resume" in self.fail:
+            raise self.fail["resume"]
+
+    async def refuse(self, error: ReplicaUnavailable) -> None:
+        self.events.append("refuse")
+
+    async def after_load(self) -> None:
+        self.events.append("after_load")
+
+    async def asleep(self) -> tuple[str, ...]:
+        return ()
+
+    async def sleep(self, level: int) -> None: ...
+
+    async def wake_up(self, tags: list[str] | None) -> None: ...
+
+
+def receive(timeout_s: float = 5.0) -> dict[str, Any]:
+    return {"digest": "d", "version": 3, "bucket_size": 8, "timeout_s": timeout_s}
+
+
+def end_of(rollout: Serving, key: str, seconds: float = 5.0) -> OpStatus:
+    until = time.monotonic() + seconds
+    while (status := rollout.poll(key, 0.05)).state is OpState.RUNNING:
+        assert time.monotonic() < until
+    return status
+
+
+def test_bytes_that_a_worker_took_before_it_was_aborted_make_the_contents_mixed() -> None:
+    lost = PeerLost("rank 0 is gone", actors=("rank 0",))
+    target = FakeTarget([failed(lost), running()], [failed(lost), failed(SyncAborted("told"), touched=True)])
+    rollout = Serving(target)
+    rollout.start("k", "receive", receive())
+    assert isinstance(end_of(rollout, "k").error, PeerLost)
+    assert rollout.contents is Contents.MIXED
+    assert target.events[-1] == "refuse"
+
+
+def test_workers_that_were_told_in_time_keep_the_old_version() -> None:
+    lost = PeerLost("rank 0 is gone", actors=("rank 0",))
+    target = FakeTarget([failed(lost), running()], [failed(lost), failed(SyncAborted("told"))])
+    rollout = Serving(target)
+    rollout.start("k", "receive", receive())
+    assert end_of(rollout, "k").state is OpState.FAILED
+    assert rollout.contents is Contents.NONE
+    assert target.events[-1] == "resume"
+
+
+@pytest.mark.parametrize("method", ["poll", "receive"])
+def test_workers_that_cannot_be_asked_are_aborted_and_feared_to_be_mixed(method: str) -> None:
+    target = FakeTarget([running(), running()], [failed(SyncAborted("told"))] * 2)
+    target.fail[method] = SyncError("a worker does not answer")
+    rollout = Serving(target)
+    rollout.start("k", "receive", receive())
+    assert "does not answer" in str(end_of(rollout, "k").error)
+    assert "abort" in target.events
+    assert (rollout.contents is Contents.MIXED) == (method == "poll")
+
+
+def test_a_failure_to_resume_does_not_hide_the_first_error() -> None:
+    target = FakeTarget([failed(KeyError("first")), running()], [failed(KeyError("first")), running()])
+    target.fail["resume"] = SyncError("second")
+    rollout = Serving(target)
+    rollout.start("k", "receive", receive())
+    error = end_of(rollout, "k").error
+    assert isinstance(error, KeyError)
+    assert "second" in error.__notes__[0]
+
+
+def test_an_abort_ends_an_operation_that_nobody_polls_any_more() -> None:
+    target = FakeTarget([running(touched=True)] * 2, [failed(SyncAborted("told"), touched=True)] * 2)
+    rollout = Serving(target)
+    rollout.start("k", "receive", receive())
+    rollout.poll("k", 0.0)
+    rollout.abort("the driver said so")
+    assert not rollout.status().updating
+    assert rollout.contents is Contents.MIXED
+    assert target.events[-1] == "refuse"
+
+
+def test_an_abort_for_another_group_is_not_for_this_operation() -> None:
+    target = FakeTarget([running()] * 2, [failed(SyncAborted("told"))] * 2)
+    rollout = Serving(target)
+    rollout._group = "mine"
+    rollout.start("k", "receive", receive())
+    rollout.abort("another driver's sync failed", "other")
+    assert rollout.poll("k", 0.0).state is OpState.RUNNING
+    rollout.abort("this driver's sync failed", "mine")
+    assert end_of(rollout, "k").state is OpState.FAILED
+
+
+def test_a_receive_of_another_group_is_refused_before_it_begins() -> None:
+    target = FakeTarget([done()] * 2, [])
+    rollout = Serving(target)
+    rollout._group = "mine"
+    rollout.start("k", "receive", {**receive(), "group": "other"})
+    error = end_of(rollout, "k").error
+    assert isinstance(error, SyncError)
+    assert "pause" not in target.events
+
+
+def test_an_operation_that_does_not_end_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_GRACE_S", 0.2)
+    target = FakeTarget([running()] * 2, [failed(SyncAborted("told"))] * 2)
+    rollout = Serving(target)
+    rollout.start("old", "receive", receive())
+    rollout._lock.acquire()  # another thread of the actor is inside a call that does not return
+    with pytest.raises(SyncError, match="receive"):
+        rollout.start("new", "connect", {"first_rank": 1, "world_size": 2, "rendezvous": {}, "timeout_s": 5})
+    rollout._lock.release()
+    assert isinstance(end_of(rollout, "old").error, SyncAborted)
+    assert target.events[-1] == "resume"
+
+
+def on_loop(body: Any) -> None:
+    """Run ``body(loop)`` while the loop runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        body(loop)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+
+
+def test_on_an_event_loop_an_operation_begins_when_the_one_before_has_ended() -> None:
+    def body(loop: Any) -> None:
+        target = FakeTarget([running()] * 2, [failed(SyncAborted("told"))] * 2, loop)
+        rollout = Serving(target)
+        rollout.start("old", "receive", receive())
+        while "receive" not in target.events:
+            time.sleep(0.01)
+        rollout.start("new", "leave", {})
+        assert end_of(rollout, "new").state is OpState.DONE
+        assert target.events == ["pause", "receive", "abort", "resume", "leave"]
+
+    on_loop(body)
+
+
+def test_an_abort_is_heard_while_requests_drain() -> None:
+    def body(loop: Any) -> None:
+        target = FakeTarget([running()] * 2, [], loop)
+        target.draining = 30.0
+        rollout = Serving(target)
+        rollout.start("k", "receive", receive(60.0))
+        while "pause" not in target.events:
+            time.sleep(0.01)
+        rollout.abort("the driver said so")
+        assert isinstance(end_of(rollout, "k", 2).error, SyncAborted)
+        assert target.events == ["pause", "resume"]
+
+    on_loop(body)

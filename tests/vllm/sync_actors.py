@@ -1,0 +1,216 @@
+"""Actors for ``test_sync.py``: trainers that hold Hugging Face models, rollouts that hold live vLLM engines.
+
+Both libraries are imported in the actors only. Tokens of one request come back as an :class:`Answer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twinkle_ray.mixins import RolloutActorMixin, TrainActorMixin
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 32 << 20,
+}
+BLOCK = 128
+"""Tokens of one block of the prefix cache in vLLM's CPU build."""
+
+
+def environment(*, child: bool) -> dict[str, Any]:
+    """``runtime_env`` of a rollout whose engine core runs in the actor, or in a child process."""
+    return {
+        "env_vars": {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if child else "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled here, and its import takes 12 seconds
+        }
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What became of one request. ``cached``: tokens of its prompt found in the prefix cache; ``ended``: wall clock."""
+
+    tokens: list[int]
+    reason: str | None
+    cached: int
+    ended: float
+
+
+def answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    return Answer(
+        tokens=list(completion.token_ids),
+        reason=completion.finish_reason,
+        cached=output.num_cached_tokens or 0,
+        ended=time.time(),
+    )
+
+
+def params(new_tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+
+
+def written(processor: Any) -> list[int]:
+    """How many tokens each running request of an engine has so far."""
+    return [state.detokenizer.num_output_tokens() for state in list(processor.request_states.values())]
+
+
+class Trainer(TrainActorMixin):
+    """Holds a Hugging Face model in ``self.model``."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.model: Any = None
+        self.sends = 0
+
+    def load(self, checkpoint: Path) -> None:
+        """Take over a checkpoint's weights, in place where the architecture stays."""
+        import transformers
+
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        if type(loaded) is type(self.model):
+            self.model.load_state_dict(loaded.state_dict())
+        else:
+            self.model = loaded
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+
+    def greedy(self, prompts: list[str], new_tokens: int) -> list[list[int]]:
+        """``transformers``' own ``generate`` with the present weights."""
+        found = []
+        for prompt in prompts:
+            ids = self.tokenizer(prompt, return_tensors="pt")
+            out = self.model.generate(**ids, do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens)
+            found.append(out[0, ids["input_ids"].shape[1] :].tolist())
+        return found
+
+    def send_checkpoint_weights(self, *args: Any, **kwargs: Any) -> Any:
+        self.sends += 1
+        return super().send_checkpoint_weights(*args, **kwargs)
+
+    def sent(self) -> int:
+        """How often weights were asked for."""
+        return self.sends
+
+    def join(self, rank: int, port: int) -> None:
+        """Make this process's default group, of two trainers."""
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+    def total(self) -> float:
+        """The sum of rank + 1 over that group."""
+        import torch.distributed as dist
+
+        value = torch.tensor([float(dist.get_rank() + 1)])
+        dist.all_reduce(value)
+        return value.item()
+
+
+class OddTrainer(Trainer):
+    """Sends the model's state dict by a function of its own, in which something may be wrong.
+
+    Attributes:
+        raise_at: while sending, raise before the tensor of this number.
+        changes: replaces tensors by name; ``None`` drops one, a new name adds one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_faults()
+
+    def set_faults(self, raise_at: int | None = None, changes: dict[str, torch.Tensor | None] | None = None) -> None:
+        self.raise_at = raise_at
+        self.changes = changes or {}
+
+    def send_checkpoint_weights(self, *args: Any, **kwargs: Any) -> Any:
+        self.walks = 0
+        try:
+            return super().send_checkpoint_weights(*args, **kwargs)
+        finally:
+            self.walks = -1_000_000
+
+    walks = -1_000_000
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # The first walk of a send compares the manifest, the second one sends.
+        self.walks += 1
+        sending = self.walks == 2
+        tensors = {**self.model.state_dict(), **self.changes}
+        for index, (name, tensor) in enumerate(tensors.items()):
+            if sending and index == self.raise_at:
+                time.sleep(0.5)  # what went before it is not only on its way, but loaded
+                raise KeyError(f"tensor {index} is not there")
+            if tensor is not None:
+                yield name, tensor
+
+
+class Rollout(RolloutActorMixin):
+    """Holds a ``vllm.LLM``."""
+
+    def __init__(self, checkpoint: Path | None = None, **engine: Any) -> None:
+        self.llm: Any = None
+        if checkpoint is not None:
+            self.make(checkpoint, **engine)
+
+    def make(self, checkpoint: Path, **engine: Any) -> None:
+        """Make the engine, anew if there is one."""
+        from vllm import LLM
+
+        self.llm = LLM(model=str(checkpoint), **ENGINE, **engine)
+
+    def generate(self, prompts: list[str], new_tokens: int) -> list[Answer]:
+        return [answer(o) for o in self.llm.generate(prompts, params(new_tokens), use_tqdm=False)]
+
+    def written(self) -> list[int]:
+        return written(self.llm.llm_engine.output_processor)
+
+    def fall_asleep(self) -> None:
+        self.llm.sleep(level=1)
+
+    def get_up(self) -> None:
+        self.llm.wake_up()
+
+
+class AsyncRollout(RolloutActorMixin):
+    """Holds a ``vllm.AsyncLLM``; its coroutines make it an async actor."""
+
+    def __init__(self, checkpoint: Path, **engine: Any) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.numbers = itertools.count()
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(checkpoint), **ENGINE, **engine))
+
+    async def generate(self, prompts: list[str], new_tokens: int) -> list[Answer]:
+        async def one(prompt: str) -> Answer:
+            async for output in self.llm.generate(prompt, params(new_tokens), f"request-{next(self.numbers)}"):
+                last = output
+            return answer(last)
+
+        return list(await asyncio.gather(*map(one, prompts)))
+
+    async def written(self) -> list[int]:
+        return written(self.llm.output_processor)
+
+    async def fall_asleep(self) -> None:
+        await self.llm.sleep(level=1)
+
+    async def get_up(self) -> None:
+        await self.llm.wake_up()
