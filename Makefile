@@ -44,10 +44,10 @@ quickstart: $(READY)  ## Run an RLHF example on this machine's CPU through `ray 
 	@echo '==> example: start a local Ray, submit examples/rlhf_grpo.py, follow its log, stop Ray'
 	@$(BIN)/python examples/submit.py
 
-test: $(READY)  ## Lint, type check and all tests but the long ones and those for GPUs
+test: $(READY)  ## Lint, type check and all tests but the long ones
 	@$(MAKE) lint
-	@echo '==> tests: pytest, without the soak and gpu tests'
-	@$(BIN)/python -m pytest -m 'not soak and not gpu' $(ARGS)
+	@echo '==> tests: pytest, without the soak tests'
+	@$(BIN)/python -m pytest -m 'not soak' $(ARGS)
 
 soak: $(READY)  ## The long runs
 	@echo '==> soak: pytest, the soak tests only'

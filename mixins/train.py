@@ -12,7 +12,7 @@ from twinkle_ray.errors import ConfigError, UnsupportedActor, UnsupportedModel
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.sources import NamedWeights
 from twinkle_ray.training import Training
-from twinkle_ray.types import TrainerStatus
+from twinkle_ray.types import OpStatus, TrainerStatus
 
 
 class TrainActorMixin:
@@ -93,6 +93,20 @@ class TrainActorMixin:
                 f"rank {rank} needs master_metadata, the dict that prepare_checkpoint_engine(True) returned on rank 0"
             )
         training.connect(rank, world_size, rendezvous, self.checkpoint_timeout_s if timeout_s is None else timeout_s)
+
+    def start_checkpoint(self, key: str, op: str, request: dict[str, Any]) -> None:
+        """Start ``connect``, :meth:`init_checkpoint_process_group` for the manager; returns at once."""
+        if op != "connect":
+            raise UnsupportedActor(f"a trainer cannot {op}")
+        rendezvous = rendezvous_of(request["rendezvous"], None)
+        assert rendezvous is not None
+        self.__training().start_connect(
+            key, request["first_rank"], request["world_size"], rendezvous, request["timeout_s"]
+        )
+
+    def poll_checkpoint(self, key: str, wait_s: float = 0.0) -> OpStatus:
+        """State of that operation, after at most ``wait_s`` seconds."""
+        return self.__training().poll(key, wait_s)
 
     def send_checkpoint_weights(
         self,

@@ -193,6 +193,12 @@ class Endpoint:
             if meeting is not None and meeting.rendezvous != rendezvous:
                 meeting.close()
                 meeting = None
+            if rank == 0 and meeting is None:
+                raise SyncError(
+                    "rank 0 has closed the place where this group was to meet: another sync has taken it into a group "
+                    "of its own; one manager at a time may use it",
+                    phase="connect",
+                )
             group.connect(rendezvous, deadline, meeting)
 
         return self.start("connect", work, deadline, parameters=False)
@@ -274,7 +280,9 @@ class Endpoint:
         """End an operation that its group did not end: this process's own part of the work is what takes so long."""
         group = operation.group
         message = f"{operation.op} did not end within {operation.deadline.seconds:.1f} s"
-        culprit = () if group is None else (f"rank {group.rank}",)
+        # Whose group ran out of time first was waiting for others, and is only slow to say so.
+        waited = group is None or isinstance(group.failure, SyncTimeout)
+        culprit = () if group is None or waited else (f"rank {group.rank}",)
         with self._lock:
             first = operation.end(error=SyncTimeout(message, phase=operation.op, actors=culprit))
             if first and self._operation is operation:

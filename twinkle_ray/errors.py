@@ -110,7 +110,8 @@ class SyncError(TwinkleRayError):
     """A sync that did not complete.
 
     Attributes:
-        phase: ``prepare | connect | agree | transfer | commit | finalize``.
+        phase: ``prepare | init | agree | transfer``; of other calls ``verify | sleep | wake_up``; of an endpoint alone
+            also ``connect``; with actors that have only the seeds' methods also ``merge | unmerge | finalize``.
         actors: who failed, as the manager names them: ``trainer[0]``, ``rollout[2]``.
         versions: weights version per rollout after the failure; ``None`` for one that could not be asked.
         cause_type: class name of the original error, ``""`` if there is none.
@@ -145,6 +146,15 @@ class PeerLost(SyncError):
 
 class SyncAborted(SyncError):
     """This member is healthy; the group was given up because another one failed."""
+
+
+def mismatch(problems: tuple[str, ...], who: str) -> ManifestMismatch:
+    """One error for all the tensors that do not fit, ten of them in the message."""
+    shown = "; ".join(problems[:10])
+    more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+    return ManifestMismatch(
+        f"{who} cannot load what the trainer sends, and nothing was sent: {shown}{more}", problems=problems
+    )
 
 
 def vagueness(error: BaseException) -> int:

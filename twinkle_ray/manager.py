@@ -21,6 +21,7 @@ from twinkle_ray.errors import (
     ReplicaUnavailable,
     SyncError,
     VerifyError,
+    mismatch,
 )
 from twinkle_ray.manifest import Manifest, agree_dtypes
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
@@ -28,6 +29,7 @@ from twinkle_ray.replica import Replica, Trainer, replicas_of, trainers_of
 from twinkle_ray.rounds import Call, Op, Round
 from twinkle_ray.topology import Topology
 from twinkle_ray.types import (
+    UNVERIFIABLE,
     Deadline,
     ReplicaReport,
     RolloutStatus,
@@ -41,7 +43,6 @@ logger = logging.getLogger("twinkle_ray")
 BACKENDS = {"nccl": "TWINKLE_NCCL", "hccl": "TWINKLE_HCCL", "gloo": "TWINKLE_GLOO"}
 MODES = ("auto", *BACKENDS, "naive")
 IN_FLIGHT = ("wait", "abort", "keep")
-UNVERIFIABLE = "unverifiable"
 _DEVICE_BACKEND = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _CLEANUP_S = 5.0
 
@@ -334,6 +335,7 @@ class CheckpointEngineManager:
                 )
         for name, held in rollouts.items():
             if "weights" in held.asleep:
+                self._sleeping[name] = set(held.asleep)  # whoever put it to sleep, the mend must work
                 raise ReplicaUnavailable(
                     f"{name} is asleep ({', '.join(held.asleep)}); wake at least its weights before a sync, with "
                     "manager.wake_up_rollout(['weights'])"
@@ -389,24 +391,22 @@ class CheckpointEngineManager:
         metadata = prepared[self._trainers[0].name]
         left = deadline.remaining()
         members: dict[str, Call | Op] = {
-            t.name: Call(
-                ref=t.handle.init_checkpoint_process_group.remote(
-                    rank=-1 if rank is None else rank,
-                    world_size=made.world_size,
-                    master_metadata=metadata,
-                    timeout_s=left,
-                )
-            )
+            t.name: Call(ref=t.handle.init_checkpoint_process_group.remote(rank=-1, world_size=made.world_size))
             for t, rank in zip(self._trainers, made.trainer_ranks, strict=True)
+            if rank is None
         }
-        for replica, ranks in zip(self._replicas, made.rollout_ranks, strict=True):
+        joining: list[tuple[Trainer | Replica, int]] = [
+            (t, rank) for t, rank in zip(self._trainers, made.trainer_ranks, strict=True) if rank is not None
+        ]
+        joining += [(r, ranks[0]) for r, ranks in zip(self._replicas, made.rollout_ranks, strict=True)]
+        for member, rank in joining:
             request = {
-                "first_rank": ranks[0],
+                "first_rank": rank,
                 "world_size": made.world_size,
                 "rendezvous": metadata,
                 "timeout_s": left,
             }
-            members[replica.name] = Op(handle=replica.handle, op="connect", request=request)
+            members[member.name] = Op(handle=member.handle, op="connect", request=request)
         self._round("init", deadline, made, metadata["group"]).run(members)
         self._group = _Group(name=metadata["group"], mode=mode, topology=made, pids=pids)
 
@@ -430,12 +430,7 @@ class CheckpointEngineManager:
                 problems += [text for problem in found if (text := f"{name}: {problem}") not in problems]
                 wanted.append(list(worker["dtypes"]))
         if problems:
-            shown = "; ".join(problems[:10])
-            more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
-            raise ManifestMismatch(
-                f"the rollouts cannot load what the trainer sends, and nothing was sent: {shown}{more}",
-                problems=tuple(problems),
-            )
+            raise mismatch(tuple(problems), "the rollouts")
         wire = own.with_dtypes(agree_dtypes(own, wanted))
         dtypes = tuple(meta.dtype for meta in wire)
         self._round("agree", deadline).run(

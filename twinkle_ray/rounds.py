@@ -25,6 +25,7 @@ from twinkle_ray.errors import (
     SyncError,
     SyncTimeout,
     TwinkleRayError,
+    first_cause,
     vagueness,
 )
 from twinkle_ray.types import Deadline, OpState, OpStatus
@@ -107,6 +108,7 @@ class Round:
             self._let_go(f"the driver was interrupted: {type(error).__name__}")
             raise
         if self._errors:
+            self._let_go(self._reason())
             raise self._verdict()
         return self._results
 
@@ -116,8 +118,8 @@ class Round:
             now = time.monotonic()
             if self._errors and settle is None:
                 settle = now + _SETTLE_S
-                name, error = next(iter(self._errors.items()))
-                self._let_go(f"{name}: {type(error).__name__}: {error}")
+            if self._errors and not self._patient():
+                self._let_go(self._reason())
             if settle is not None and (now > settle or self._explained()):
                 break
             if settle is None and now > self._deadline.at + _MARGIN_S and not self._take_ready():
@@ -135,7 +137,7 @@ class Round:
         rounds = {name: Round(self.phase, self._deadline, owner=self._owner) for name in members}
         for name, member in members.items():
             rounds[name]._send(name, member)
-        for name, single in rounds.items():
+        for single in rounds.values():
             try:
                 done |= single.run({})
             except Exception as error:
@@ -201,8 +203,8 @@ class Round:
         elif waiting.kind == "poll":
             status: OpStatus = value
             if status.state is OpState.FAILED:
-                error = status.error or SyncError(f"{status.op} failed")
-                self._fail(waiting.name, error, str(getattr(error, "twinkle_traceback", "")))
+                cause = status.error or SyncError(f"{status.op} failed")
+                self._fail(waiting.name, cause, str(getattr(cause, "twinkle_traceback", "")))
             elif status.state is OpState.DONE:
                 self._results[waiting.name] = status.result
             elif time.monotonic() - waiting.sent < _SLICE_S / 2:  # an async actor: it answers at once
@@ -236,6 +238,16 @@ class Round:
         release, self._release = self._release, None
         if release is not None:
             release(reason)
+
+    def _reason(self) -> str:
+        name, error = next(iter(self._errors.items()))
+        return f"{name}: {type(error).__name__}: {error}"
+
+    def _patient(self) -> bool:
+        """Whether all that failed had only waited for others. Whoever kept them ends by its own deadline and says so,
+        unless it is released before."""
+        error = first_cause(self._errors.values())
+        return isinstance(error, SyncAborted) or (isinstance(error, SyncTimeout) and not error.actors)
 
     def _explained(self) -> bool:
         return any(vagueness(error) == 0 for error in self._errors.values())

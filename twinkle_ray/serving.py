@@ -28,11 +28,8 @@ from twinkle_ray.errors import (
     first_cause,
 )
 from twinkle_ray.sinks import ModuleSink, Piece
-from twinkle_ray.types import Contents, Deadline, OpState, OpStatus, RolloutStatus
+from twinkle_ray.types import UNVERIFIABLE, Contents, Deadline, OpState, OpStatus, RolloutStatus
 from twinkle_ray.worker import WorkerSide, unpack_status
-
-UNVERIFIABLE = "unverifiable"
-"""Stands for a digest where the engine holds a tensor in a form that cannot be read back."""
 
 _SLICE_S = 0.2
 _GRACE_S = 2.0
@@ -71,7 +68,7 @@ class Target(Protocol):
         ...
 
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
-        """Let no request read the weights from here on: ``wait`` for running ones, ``abort`` or ``keep`` (freeze) them."""
+        """Let no request read the weights: ``wait`` for running ones, ``abort`` or ``keep`` them frozen."""
         ...
 
     async def resume(self) -> None:
@@ -99,7 +96,7 @@ class ModuleTarget:
     """A plain torch module in the actor's own process. It has no requests, so there is nothing to pause."""
 
     kind = "module"
-    loop = None
+    loop: asyncio.AbstractEventLoop | None = None
     workers = 1
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -342,9 +339,7 @@ class Serving:
         finally:
             self._lock.release()
 
-    async def _as_task(
-        self, running: _Running, coroutine: Coroutine[Any, Any, Any], before: _Running | None
-    ) -> None:
+    async def _as_task(self, running: _Running, coroutine: Coroutine[Any, Any, Any], before: _Running | None) -> None:
         try:
             if before is not None and before.op not in _HARMLESS:
                 deadline = Deadline.after(_GRACE_S)
@@ -370,9 +365,7 @@ class Serving:
         else:
             await asyncio.sleep(min(0.02, 0.001 * (1 + naps)))
 
-    async def _in_workers(
-        self, running: _Running, deadline: Deadline, method: str, *args: Any
-    ) -> list[OpStatus]:
+    async def _in_workers(self, running: _Running, deadline: Deadline, method: str, *args: Any) -> list[OpStatus]:
         """Start a method in all workers and follow it to its end; on the first failure give the others up too."""
         try:
             await self.target.call(method, *args, timeout_s=deadline.remaining() + 10.0)
@@ -468,9 +461,7 @@ class Serving:
             running, version, in_flight, timeout_s, lambda left: ("receive", digest, bucket_size, left)
         )
 
-    async def _receive_announced(
-        self, running: _Running, timeout_s: float, in_flight: str = "wait"
-    ) -> dict[str, Any]:
+    async def _receive_announced(self, running: _Running, timeout_s: float, in_flight: str = "wait") -> dict[str, Any]:
         return await self._update(
             running, self.version + 1, in_flight, timeout_s, lambda left: ("receive_announced", left)
         )
@@ -605,6 +596,3 @@ def target_for(candidate: Any, advance: Callable[[float], None]) -> Target:
         f"checkpoint_target() returned a {type(candidate).__name__}; it must be a vllm.LLM, a vllm.AsyncLLM or a "
         "torch.nn.Module (set self.llm or self.model, or override checkpoint_target())"
     )
-
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,10 @@ from twinkle_ray.errors import ManifestMismatch, SyncError
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.sources import NamedWeights, WeightSource
 from twinkle_ray.transfer import send
-from twinkle_ray.types import Deadline, Rendezvous, TrainerStatus
+from twinkle_ray.types import Deadline, OpState, OpStatus, Rendezvous, TrainerStatus
 from twinkle_ray.worker import announce, device_facts
+
+_JOINING_KEPT = 4
 
 
 class Training:
@@ -33,6 +36,7 @@ class Training:
         self.endpoint = Endpoint(self._source.device())
         self.rank: int | None = None
         self._agreed: tuple[str, Manifest] | None = None
+        self._joining: OrderedDict[str, Operation] = OrderedDict()
 
     def source(self) -> WeightSource:
         """The source of the present weights; its caches live as long as the same module is held."""
@@ -77,8 +81,27 @@ class Training:
 
     def connect(self, rank: int, world_size: int, rendezvous: Rendezvous, timeout_s: float) -> None:
         """Join the group as ``rank``."""
+        self._connect(rank, world_size, rendezvous, timeout_s).outcome()
+
+    def start_connect(self, key: str, rank: int, world_size: int, rendezvous: Rendezvous, timeout_s: float) -> None:
+        """:meth:`connect` without waiting, to be polled under the caller's unique key. An actor that waits for others
+        to come could not hear that they never will."""
+        self._joining[key] = self._connect(rank, world_size, rendezvous, timeout_s)
+        while len(self._joining) > _JOINING_KEPT:
+            self._joining.popitem(last=False)
+
+    def poll(self, key: str, wait_s: float) -> OpStatus:
+        """Status of that connect, after at most ``wait_s`` seconds. In an actor with several threads this may come
+        before the start, which is as good as running."""
+        operation = self._joining.get(key)
+        if operation is None:
+            return OpStatus(op="connect", state=OpState.RUNNING)
+        operation.ended.wait(wait_s)
+        return operation.status()
+
+    def _connect(self, rank: int, world_size: int, rendezvous: Rendezvous, timeout_s: float) -> Operation:
         self.rank = rank
-        self.endpoint.connect(rank, world_size, rendezvous, Deadline.after(timeout_s)).outcome()
+        return self.endpoint.connect(rank, world_size, rendezvous, Deadline.after(timeout_s))
 
     def send(self, digest: str, bucket_size: int, timeout_s: float, group: str | None = None) -> dict[str, Any]:
         """Send the agreed manifest; returns once the last byte has been read from this trainer's memory.

@@ -84,7 +84,7 @@ def receive(
                     operation.touch()
                 sink.ready(
                     [
-                        (meta, open_buffers.pop(index, None) if meta.nbytes else sink.buffer(meta, device))
+                        (meta, open_buffers.pop(index) if meta.nbytes else sink.buffer(meta, device))
                         for index in chunk.completes
                         for meta in (manifest.tensors[index],)
                     ]

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+UNVERIFIABLE = "unverifiable"
+"""Stands for a digest where the engine holds a tensor in a form that cannot be read back."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
@@ -168,7 +171,7 @@ class SyncReport:
         mode: the transport: ``gloo``, ``nccl``, ``hccl``, ``naive``.
         tensors, nbytes: sent once, however many replicas received them.
         seconds: from call to return.
-        phases: seconds per phase: ``status``, ``connect``, ``agree``, ``transfer`` ...
+        phases: seconds per phase: ``prepare``, ``transfer``, and where needed ``sleep``, ``init``, ``agree``.
         replicas: one record per rollout.
     """
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from twinkle_ray.endpoint import Endpoint, Operation
-from twinkle_ray.errors import ManifestMismatch, SyncError, TwinkleRayError
+from twinkle_ray.errors import SyncError, TwinkleRayError, mismatch
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.sinks import Sink
 from twinkle_ray.stream import receive_frame, send_frame
@@ -40,12 +40,12 @@ class WorkerSide:
         self._last: Manifest | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Facts about this process: ``device_type``, ``device_id``, ``group`` (its sync group's name while nothing is known
-        against it, else ``""``), and what the sink adds."""
+        """Facts about this process: ``device_type``, ``device_id``, ``group`` (its sync group's name while nothing is
+        known against it, else ``""``), and what the sink adds."""
         return {**self.sink.describe(), **device_facts(self.sink.device), "group": self.endpoint.sound_group}
 
     def connect(self, first_rank: int, world_size: int, rendezvous: dict[str, Any], timeout_s: float) -> None:
-        """Start to join the group of this rendezvous as rank ``first_rank + index``; ``poll`` tells when it is joined."""
+        """Start to join the group of this rendezvous as rank ``first_rank + index``; ``poll`` tells when it is in."""
         self._operation = None  # what is polled must not be an earlier one if this cannot start
         rank = first_rank + self.index
         self._operation = self.endpoint.connect(rank, world_size, Rendezvous(**rendezvous), Deadline.after(timeout_s))
@@ -120,7 +120,9 @@ class WorkerSide:
             SyncError: nothing was received yet, so there is no manifest to read back by.
         """
         if self._last is None:
-            raise SyncError("this rollout has received no weights yet, so there is nothing to read back", phase="verify")
+            raise SyncError(
+                "this rollout has received no weights yet, so there is nothing to read back", phase="verify"
+            )
         pieces, unverifiable = self.sink.pieces(self._last, names)
         return {"pieces": [asdict(piece) for piece in pieces], "unverifiable": unverifiable}
 
@@ -132,15 +134,6 @@ class WorkerSide:
 def announce(operation: Operation, group: Any, manifest: Manifest, bucket_size: int) -> None:
     """The sender's half of :meth:`WorkerSide.receive_announced`: the manifest itself, in band."""
     send_frame(group, 0, {"manifest": manifest.as_json(), "bucket_size": bucket_size}, operation.deadline)
-
-
-def mismatch(problems: tuple[str, ...], who: str) -> ManifestMismatch:
-    """One error for all the tensors that do not fit, ten of them in the message."""
-    shown = "; ".join(problems[:10])
-    more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
-    return ManifestMismatch(
-        f"{who} cannot load what the trainer sends, and nothing was sent: {shown}{more}", problems=problems
-    )
 
 
 def device_facts(device: Any) -> dict[str, Any]:

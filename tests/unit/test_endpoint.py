@@ -204,6 +204,17 @@ def test_whoever_is_still_in_its_own_work_at_the_deadline_is_named(
     release.set()
 
 
+def test_whoever_only_waited_in_the_group_is_not_named(endpoint: Endpoint, groups: dict[str, FakeGroup]) -> None:
+    release = threading.Event()
+    joined(endpoint, "one")
+    operation = endpoint.start("transfer", lambda operation: release.wait(10), Deadline.after(0.1))
+    groups["one"].failure = SyncTimeout("rank 1 waited 0.1 s for a transfer")
+    with pytest.raises(SyncTimeout) as caught:
+        operation.outcome()
+    assert caught.value.actors == ()
+    release.set()
+
+
 def test_nothing_of_a_failed_operations_frames_is_kept(endpoint: Endpoint) -> None:
     kept: list[Any] = []
 
@@ -229,9 +240,7 @@ def test_nothing_of_a_failed_operations_frames_is_kept(endpoint: Endpoint) -> No
     assert "in inner" in caught.value.cause_traceback
 
 
-def test_a_meeting_is_not_lost_when_the_group_cannot_be_made(
-    endpoint: Endpoint, groups: dict[str, FakeGroup]
-) -> None:
+def test_a_meeting_is_not_lost_when_the_group_cannot_be_made(endpoint: Endpoint, groups: dict[str, FakeGroup]) -> None:
     rendezvous = endpoint.open_meeting("TWINKLE_GLOO")
     meeting = endpoint.meeting
     assert meeting is not None

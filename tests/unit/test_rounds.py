@@ -81,7 +81,9 @@ def test_of_many_that_ran_out_of_time_the_one_that_was_in_its_own_work_is_named(
     waited = SyncTimeout("rank 0 waited 5 s for a transfer")
     stuck = SyncTimeout("transfer did not end within 5 s", actors=("rank 2",))
     with pytest.raises(SyncTimeout) as caught:
-        transfer(5).run({"trainer[0]": Call(ref=answer(waited)), "rollout[0]": failing(waited), "rollout[1]": failing(stuck)})
+        transfer(5).run(
+            {"trainer[0]": Call(ref=answer(waited)), "rollout[0]": failing(waited), "rollout[1]": failing(stuck)}
+        )
     assert caught.value.actors == ("rollout[1]",)
 
 
@@ -131,7 +133,9 @@ def test_an_interrupted_round_lets_everyone_go(monkeypatch: pytest.MonkeyPatch) 
 def test_everyone_is_let_go_once_at_the_first_failure() -> None:
     released: list[str] = []
     with pytest.raises(SyncError, match="tensor 9"):
-        transfer(5, released.append).run({"trainer[0]": Call(ref=answer(KeyError("tensor 9"))), "rollout[0]": working()})
+        transfer(5, released.append).run(
+            {"trainer[0]": Call(ref=answer(KeyError("tensor 9"))), "rollout[0]": working()}
+        )
     assert len(released) == 1
     assert "trainer[0]: KeyError" in released[0]
 
@@ -156,3 +160,24 @@ def test_an_abort_that_names_its_cause_keeps_it() -> None:
     with pytest.raises(SyncAborted) as caught:
         transfer(5).run({"rollout[0]": failing(told)})
     assert caught.value.actors == ("rollout[1]",)
+
+
+def test_whoever_kept_the_others_may_say_so_before_it_is_let_go() -> None:
+    released: list[str] = []
+    late = time.monotonic() + 0.4
+    stuck = SyncTimeout("transfer did not end within 5 s", actors=("rank 2",))
+
+    def status() -> OpStatus:
+        if released:
+            return OpStatus(op="receive", state=OpState.FAILED, error=SyncAborted("released"))
+        if time.monotonic() < late:
+            return OpStatus(op="receive", state=OpState.RUNNING)
+        return OpStatus(op="receive", state=OpState.FAILED, error=stuck)
+
+    told = SyncAborted("given up because of rank 1: it waited", actors=("rank 1",))
+    waited = SyncTimeout("rank 1 waited 5 s for a transfer")
+    members = {"trainer[0]": Call(ref=answer(told)), "rollout[0]": failing(waited), "rollout[1]": Rollout(status).op()}
+    with pytest.raises(SyncTimeout) as caught:
+        transfer(5, released.append).run(members)
+    assert caught.value.actors == ("rollout[1]",)
+    assert len(released) == 1

@@ -64,7 +64,8 @@ def answer(output: Any) -> Answer:
 def params(new_tokens: int) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    # As in Hugging Face's generate, the token that would end it is barred (ignore_eos would let it come).
+    return SamplingParams(temperature=0, max_tokens=new_tokens, min_tokens=new_tokens)
 
 
 def written(processor: Any) -> list[int]:
@@ -91,13 +92,16 @@ class Trainer(TrainActorMixin):
             self.model = loaded
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
 
-    def greedy(self, prompts: list[str], new_tokens: int) -> list[list[int]]:
-        """``transformers``' own ``generate`` with the present weights."""
+    def greedy(self, prompts: list[str], new_tokens: int, begun: list[list[int]] | None = None) -> list[list[int]]:
+        """``transformers``' own ``generate`` with the present weights: so many tokens, the ``begun`` ones included."""
         found = []
-        for prompt in prompts:
-            ids = self.tokenizer(prompt, return_tensors="pt")
-            out = self.model.generate(**ids, do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens)
-            found.append(out[0, ids["input_ids"].shape[1] :].tolist())
+        for prompt, first in zip(prompts, begun or [[]] * len(prompts), strict=True):
+            ids = torch.tensor([self.tokenizer(prompt)["input_ids"] + first])
+            count = new_tokens - len(first)
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, min_new_tokens=count
+            )
+            found.append(first + out[0, ids.shape[1] :].tolist())
         return found
 
     def send_checkpoint_weights(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ One class per setting of vLLM, so that one set of engines runs at a time; what h
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import socket
 import time
@@ -69,6 +70,11 @@ def as_module(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         held[f"{layer}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
         held[f"{layer}down_proj"] = torch.stack(down)
     return held
+
+
+def common(a: list[int], b: list[int]) -> list[int]:
+    """What both begin with."""
+    return [x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=True))]
 
 
 class Bench:
@@ -238,9 +244,10 @@ class InFlight:
                 assert {a.reason for a in rollout} == {"length"}
                 assert all(len(a.tokens) == LONG for a in rollout)
                 assert min(a.ended for a in rollout) > synced
-                for a, was in zip(rollout, undisturbed, strict=True):
-                    assert a.tokens[:10] == was[:10]
-                    assert a.tokens != was  # it went on with the new weights
+                # They went on with the new weights alone: nothing that the old ones had computed was used any more.
+                begun = [common(a.tokens, was) for a, was in zip(rollout, undisturbed, strict=True)]
+                assert all(10 <= len(b) < LONG for b in begun)
+                assert tokens(rollout) == get(bench.trainer.greedy.remote(models.PROMPTS, LONG, begun))
         assert bench.holds(new)
         words = bench.greedy(LONG_PROMPT)
         assert words != old_words
@@ -443,7 +450,7 @@ class TestAsync(Follows, InFlight, Fails, BadInput):
             get(bench.rollouts[0].weights_digest.remote())
 
 
-class TestTensorParallel(Follows):
+class TestTensorParallel(Follows, Fails):
     """``LLM`` over two worker processes, each with its shards and a rank of its own."""
 
     @pytest.fixture(scope="class")
@@ -472,9 +479,8 @@ class TestOtherModels:
         five_syncs(bench)
         assert get(bench.rollouts[0].weights_digest.remote()) == bench.digests(1)
 
+    @pytest.mark.parametrize("bench", ["qwen3_moe"], indirect=True, scope="class")
     def test_experts_one_by_one_as_the_checkpoint_names_them(self, odd: Bench) -> None:
-        if odd.kind != "qwen3_moe":
-            pytest.skip("has no experts")
         odd.load(2)
         file = models.tensors(odd.checkpoint(2))
         stacked = as_module(file).keys() - file.keys()
