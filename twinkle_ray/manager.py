@@ -241,12 +241,16 @@ class CheckpointEngineManager:
             self._wake_all(list(tags) if tags is not None else None)
 
     def _sleep_all(self) -> None:
-        awake = [r for r in self._replicas if not self._sleeping.get(r.name)]
+        awake = [r for r in self._replicas if self._knows(r) or not self._sleeping.get(r.name)]
         self._each_replica(awake, "sleep", {"level": self.sleep_level})
 
     def _wake_all(self, tags: list[str] | None) -> None:
-        asleep = [r for r in self._replicas if self._sleeping.get(r.name)]
+        asleep = [r for r in self._replicas if self._knows(r) or self._sleeping.get(r.name)]
         self._each_replica(asleep, "wake_up", {"tags": tags})
+
+    def _knows(self, replica: Replica) -> bool:
+        """Whether the rollout can be asked if it sleeps. A user's replica object cannot; we remember for it."""
+        return replica.has_mixin and not hasattr(replica.owner, "wake_up")
 
     def _each_replica(self, replicas: list[Replica], action: str, arguments: dict[str, Any]) -> None:
         deadline = Deadline.after(self.timeout_s)
@@ -276,7 +280,7 @@ class CheckpointEngineManager:
             self._sleeping[name] = {"weights", "kv_cache"}
         else:
             tags = arguments["tags"]
-            self._sleeping[name] -= self._sleeping[name] if tags is None else set(tags)
+            self._sleeping[name] = set() if tags is None else self._sleeping.get(name, set()) - set(tags)
 
     # --- one sync through a group ------------------------------------------------------------------------------
 
@@ -335,7 +339,6 @@ class CheckpointEngineManager:
                 )
         for name, held in rollouts.items():
             if "weights" in held.asleep:
-                self._sleeping[name] = set(held.asleep)  # whoever put it to sleep, the mend must work
                 raise ReplicaUnavailable(
                     f"{name} is asleep ({', '.join(held.asleep)}); wake at least its weights before a sync, with "
                     "manager.wake_up_rollout(['weights'])"

@@ -539,14 +539,16 @@ class Serving:
         await self.target.call("leave", timeout_s=30.0)
 
     async def _sleep(self, running: _Running, level: int) -> tuple[str, ...]:
-        await self.target.sleep(level)
+        if not await self.target.asleep():
+            await self.target.sleep(level)
+            if level >= 2:
+                self.contents = Contents.NONE
         self._asleep = tuple(await self.target.asleep())
-        if level >= 2:
-            self.contents = Contents.NONE
         return self._asleep
 
     async def _wake_up(self, running: _Running, tags: list[str] | None) -> tuple[str, ...]:
-        await self.target.wake_up(tags)
+        if await self.target.asleep():
+            await self.target.wake_up(tags)
         self._asleep = tuple(await self.target.asleep())
         return self._asleep
 
