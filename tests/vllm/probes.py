@@ -76,6 +76,7 @@ def load(sink: EngineSink, tensors: dict[str, torch.Tensor], *, batch: int = 5, 
     """One sync through the sink; with ``batches`` it stops after so many and is abandoned."""
     manifest = manifest_of(tensors)
     sink.begin(manifest)
+    sink.arm(lambda: None)
     filled = []
     for meta in manifest:
         buffer = sink.buffer(meta, torch.device("cpu"))

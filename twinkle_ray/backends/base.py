@@ -65,6 +65,7 @@ class SyncGroup(BaseGroup):
         self._destroyed = False
         self._meeting: Meeting | None = None
         self._lifeline: Lifeline | None = None
+        self._byte: torch.Tensor | None = None
 
     @classmethod
     def backend(cls) -> str:
@@ -157,6 +158,20 @@ class SyncGroup(BaseGroup):
         Raises:
             SyncTimeout: the deadline passed; the group is aborted.
         """
+
+    def settle(self, deadline: Deadline, leave: int) -> None:
+        """Wait until at most the last ``leave`` calls of :meth:`broadcast_many` have not ended, or longer.
+
+        Raises:
+            SyncTimeout: as :meth:`synchronize`.
+        """
+        self.synchronize(deadline)
+
+    def signal(self, src: int = 0) -> None:
+        """Launch a broadcast of one byte that means nothing but that rank ``src`` has come this far."""
+        if self._byte is None:
+            self._byte = torch.zeros(1, dtype=torch.uint8, device=self.device_type)
+        self.broadcast_many([self._byte], src=src)
 
     def fence(self) -> None:
         """Wait until all work that this process has put on the group's device has ended. Without it a launch waits

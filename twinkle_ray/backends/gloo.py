@@ -121,7 +121,11 @@ class GlooGroup(SyncGroup):
         self._launch(work)
 
     def synchronize(self, deadline: Deadline) -> None:
-        pending, self._pending = self._pending, []
+        self.settle(deadline, 0)
+
+    def settle(self, deadline: Deadline, leave: int) -> None:
+        count = max(0, len(self._pending) - leave)
+        pending, self._pending = self._pending[:count], self._pending[count:]
         while wait(pending, timeout=min(0.05, deadline.remaining())).not_done:
             if deadline.expired:
                 raise self._fail(
