@@ -66,6 +66,7 @@ class EngineSink:
         self._loaded: set[str] = set()
         self._nbytes = 0
         self._direct_bytes = 0
+        self._placed = self._through_loader = False  # whether any tensor went this way
         self._seconds: dict[str, float] = {}
         self._session: _LayerwiseSession | None = None
 
@@ -104,6 +105,7 @@ class EngineSink:
         self._manifest = manifest
         self._lent, self._loaded = set(), set()
         self._nbytes = self._direct_bytes = 0
+        self._placed = self._through_loader = False
         self._seconds = {"load": 0.0}
         if self.device.type not in ("cpu", "meta"):
             # What generation has launched may still read the parameters.
@@ -150,7 +152,11 @@ class EngineSink:
             self._nbytes += meta.nbytes
             if meta.name in self._lent:
                 self._direct_bytes += meta.nbytes
-            elif not self._copy(meta, tensor):
+                self._placed = True
+            elif self._copy(meta, tensor):
+                self._placed = True
+            else:
+                self._through_loader = True
                 offered = placement.offered.get(meta.name, ())
                 held = tensor.to(self.device) if offered else tensor
                 feed += [(spelling, held) for spelling in offered]
@@ -186,8 +192,9 @@ class EngineSink:
         if self.device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(self.device)
         self._seconds["finish"] = time.perf_counter() - start
+        ways = [*(["in place"] if self._placed else []), *([self._layout.value] if self._through_loader else [])]
         report = LoadReport(
-            path=self._layout.value,
+            path=", ".join(ways),
             tensors=len(self._manifest),
             nbytes=self._nbytes,
             direct_bytes=self._direct_bytes,

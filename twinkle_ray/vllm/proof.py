@@ -216,7 +216,7 @@ def _overlapping(found: dict[str, tuple[Destination, ...]]) -> dict[str, str]:
     for name, destinations in found.items():
         for d in destinations:
             if d.dest.numel():
-                start = d.dest.storage_offset()
+                start = int(d.dest.storage_offset())
                 extent = 1 + sum((n - 1) * step for n, step in zip(d.dest.shape, d.dest.stride(), strict=True))
                 by_storage[storage_key(d.dest)].append((start, start + extent, name, d.dest))
     result: dict[str, str] = {}
