@@ -85,9 +85,9 @@ class Piece:
 
 class Sink(Protocol):
     """One process's way of taking in weights. All calls of one sync come from one thread, in this order:
-    ``agree`` (once per manifest), ``begin``, ``arm``, then ``buffer`` for each tensor as its first chunk is launched and
-    ``ready`` with those that are complete, at last ``finish``; or ``abandon`` after an error anywhere. Tensors become
-    ready in the manifest's order, but buffers of later ones may have been asked for by then.
+    ``agree`` (once per manifest), ``begin``, ``arm``, then ``buffer`` for each tensor as its first chunk is launched
+    and ``ready`` with those that are complete, at last ``finish``; or ``abandon`` after an error anywhere. Tensors
+    become ready in the manifest's order, but buffers of later ones may have been asked for by then.
     """
 
     in_place: bool

@@ -8,8 +8,8 @@ every view is memory that stays anyway: a parameter on either side. A chunk with
 be copied or loaded) holds a bucket of memory, so two of them at most are on their way: the next is gathered, or the
 last one loaded, while the wire works on the other.
 
-Ahead of the first chunk goes one byte, which the sender sends once it has that chunk in hand. Up to then a receiver
-has written nothing, so a trainer that fails or refuses before leaves every rollout as it was.
+Ahead of the first chunk stands a barrier. The sender comes to it with that chunk in hand, a receiver with a manifest
+that fits its model, and up to then nothing was written anywhere: whoever fails or refuses before leaves all as it was.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def send(
                 views.append(bytes_view(tensor)[segment.start : segment.stop])
         with operation.timed("wire"):
             if index == 0:
-                group.signal(group.rank)
+                group.rally()
             flight.launch(views, src=group.rank, staged=holds)
             while flight.staged >= _STAGED:
                 flight.land()
@@ -78,7 +78,7 @@ def send(
         at += 1
     with operation.timed("wire"):
         if not chunks:
-            group.signal(group.rank)
+            group.rally()
         while flight.chunks:
             flight.land()
         group.synchronize(operation.deadline)
@@ -113,7 +113,7 @@ def receive(
     try:
         sink.begin(manifest)
         with operation.timed("wait"):
-            group.signal(source)
+            group.rally()
             group.synchronize(operation.deadline)
         with operation.timed("load"):
             sink.arm(operation.touch)

@@ -82,7 +82,7 @@ class Engine(nn.Module):
 
 SHAPES = {
     "embed": (7, 4),
-    **{n: (2, 4) for n in "qkv"},
+    **dict.fromkeys("qkv", (2, 4)),
     **{f"{n}_bias": (2,) for n in "qkv"},
     "norm_a": (4,),
     "norm_b": (4,),
@@ -236,9 +236,9 @@ LIES: dict[str, tuple[Callable[[Engine], Any], set[str]]] = {
     ),
     "a packed copy beside": (lambda e: setattr(e.norm_b, "packed", e.norm_b.weight.data.clone()), {"norm_b"}),
     "a packed copy in a kernel": (
-        lambda e: setattr(e.norm_b, "kernel", SimpleNamespace(run=lambda x, w=[e.norm_b.weight * 2]: x, kept=[
-            e.norm_b.weight * 2
-        ])),
+        lambda e: setattr(
+            e.norm_b, "kernel", SimpleNamespace(run=lambda x, w=[e.norm_b.weight * 2]: x, kept=[e.norm_b.weight * 2])
+        ),
         {"norm_b"},
     ),
 }
@@ -361,5 +361,3 @@ def test_parameters_that_moved_are_proven_anew() -> None:
     report = sync(sink, checkpoint(1))
     assert "proof" in report.seconds
     assert_holds(engine, loaded(checkpoint(1)))
-
-

@@ -167,11 +167,15 @@ class SyncGroup(BaseGroup):
         """
         self.synchronize(deadline)
 
-    def signal(self, src: int = 0) -> None:
-        """Launch a broadcast of one byte that means nothing but that rank ``src`` has come this far."""
+    def rally(self) -> None:
+        """Launch a barrier: nothing that is launched behind it moves before every rank has come this far.
+
+        Here a byte from each rank to all; a backend may know better.
+        """
         if self._byte is None:
             self._byte = torch.zeros(1, dtype=torch.uint8, device=self.device_type)
-        self.broadcast_many([self._byte], src=src)
+        for rank in range(self._world_size):
+            self.broadcast_many([self._byte], src=rank)
 
     def fence(self) -> None:
         """Wait until all work that this process has put on the group's device has ended. Without it a launch waits

@@ -120,6 +120,9 @@ class GlooGroup(SyncGroup):
 
         self._launch(work)
 
+    def rally(self) -> None:
+        self._launch(self._barrier)
+
     def synchronize(self, deadline: Deadline) -> None:
         self.settle(deadline, 0)
 
@@ -225,11 +228,7 @@ class GlooGroup(SyncGroup):
         operand.put_back()
 
     def barrier(self, barrier_options: Any = ray_types.BarrierOptions()) -> None:  # noqa: B008
-        def work() -> None:
-            self._agree("barrier", [])
-            self._wait(lambda: self._pg.barrier())
-
-        self._now(work, barrier_options)
+        self._now(self._barrier, barrier_options)
 
     def send(self, tensor: Any, send_options: Any) -> None:
         data = single(tensor, self.device_type).first(send_options.n_elements)
@@ -313,6 +312,10 @@ class GlooGroup(SyncGroup):
         self._wait(lambda: self._pg.broadcast([scratch], options))
         if self._rank != src:
             torch._foreach_copy_(run, list(torch.split(scratch, sizes)))
+
+    def _barrier(self) -> None:
+        self._agree("barrier", [])
+        self._wait(lambda: self._pg.barrier())
 
     def _allreduce(self, tensor: torch.Tensor, op: ray_types.ReduceOp) -> None:
         options = dist.AllreduceOptions()

@@ -269,7 +269,9 @@ class _Recorder:
     def _load(self, items: Sequence[tuple[str, str, TensorMeta]], touched: _Touched | None = None) -> _Trace:
         """One run of ``load_weights``. Raises what it raises, and ``RuntimeError`` if it rebinds a parameter."""
         tensors = [torch.empty(m.shape, dtype=getattr(torch, m.dtype), device="meta") for _, _, m in items]
-        trace = _Trace(self.live, {storage_key(t): name for t, (name, _, _) in zip(tensors, items, strict=True)}, tensors)
+        trace = _Trace(
+            self.live, {storage_key(t): name for t, (name, _, _) in zip(tensors, items, strict=True)}, tensors
+        )
         feed = [(spelling, t) for t, (_, spelling, _) in zip(tensors, items, strict=True)]
         with _unchanged(self.model) as changes, trace:
             if touched is None:
