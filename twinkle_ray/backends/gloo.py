@@ -45,7 +45,7 @@ from twinkle_ray.errors import ConfigError, ManifestMismatch, SyncError, SyncTim
 from twinkle_ray.types import Deadline, Rendezvous
 
 SMALL_VIEW = 64 << 10
-"""Bytes under which a view is sent together with its neighbours. Above it a collective's own 0.1-0.4 ms is small."""
+"""Bytes under which a view is sent together with other small ones. Above it a collective's own 0.1-0.4 ms is small."""
 SCRATCH = 16 << 20
 """Bytes of one scratch buffer at most."""
 
@@ -372,17 +372,17 @@ class _Worker:
 
 
 def _runs(views: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Cut views into broadcasts: a large one alone, small neighbours together, empty ones not at all."""
+    """Sort views into broadcasts: a large one alone, small ones together wherever they stand, empty ones not at all."""
     run: list[torch.Tensor] = []
     used = 0
     for view in views:
         nbytes = view.numel()
-        if run and (nbytes >= SMALL_VIEW or used + nbytes > SCRATCH):
-            yield run
-            run, used = [], 0
         if nbytes >= SMALL_VIEW:
             yield [view]
         elif nbytes:
+            if used + nbytes > SCRATCH:
+                yield run
+                run, used = [], 0
             run.append(view)
             used += nbytes
     if run:
