@@ -167,7 +167,9 @@ def five_syncs(bench: Bench) -> None:
             assert all(a.tokens != b.tokens for a, b in zip(rollout, old, strict=True))
         assert report.version == version
         assert bench.versions() == [version] * len(bench.rollouts)
-        assert [r.path for r in report.replicas] == ["load_weights"] * len(bench.rollouts)
+        path = "in place, load_weights" if bench.kind == "qwen3_moe" else "in place"
+        assert [r.path for r in report.replicas] == [path] * len(bench.rollouts)
+        assert all(0 < r.direct_bytes <= r.nbytes for r in report.replicas)
         before = now
     wanted = bench.digests(1)
     assert report.tensors == len(wanted)
