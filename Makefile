@@ -35,7 +35,7 @@ export HF_HUB_OFFLINE := 1
 export DO_NOT_TRACK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup quickstart test soak lint format clean
+.PHONY: help setup quickstart test soak bench lint format clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,10 @@ test: $(READY)  ## Lint, type check and all tests but the long ones
 soak: $(READY)  ## The long runs
 	@echo '==> soak: pytest, the soak tests only'
 	@$(BIN)/python -m pytest -m soak $(ARGS)
+
+bench: $(READY)  ## Time a sync against a raw broadcast; on two GPUs: make bench ARGS='--device cuda --scale 1'
+	@echo '==> bench: one sync against the limit of its wire'
+	@$(BIN)/python tests/benchmarks/bench_sync.py $(ARGS)
 
 lint: $(READY)  ## ruff and mypy
 	@echo '==> lint: ruff check'

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,12 +85,13 @@ class Piece:
 
 class Sink(Protocol):
     """One process's way of taking in weights. All calls of one sync come from one thread, in this order:
-    ``agree`` (once per manifest), ``begin``, then per chunk ``buffer`` for each tensor that starts in it and ``ready``
-    with those that are complete, at last ``finish``; or ``abandon`` after an error anywhere.
+    ``agree`` (once per manifest), ``begin``, ``arm``, then ``buffer`` for each tensor as its first chunk is launched
+    and ``ready`` with those that are complete, at last ``finish``; or ``abandon`` after an error anywhere. Tensors
+    become ready in the manifest's order, but buffers of later ones may have been asked for by then.
     """
 
     in_place: bool
-    """Whether a buffer may be a live parameter; if not, nothing live is written before ``ready``."""
+    """Whether a buffer may be a live parameter, from ``arm`` on; if not, nothing live is written before ``ready``."""
 
     @property
     def device(self) -> torch.device:
@@ -105,11 +106,24 @@ class Sink(Protocol):
         """A sync of this (agreed) manifest starts. No parameter is touched yet."""
         ...
 
+    def arm(self, touch: Callable[[], None]) -> None:
+        """The sender has begun to send. Whatever the sink must try on live parameters it tries now.
+
+        Args:
+            touch: to be called before anything live is written, here or (``in_place``) by the wire afterwards; it
+                raises if the sync was given up.
+        """
+        ...
+
     def buffer(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         """A contiguous tensor of ``meta``'s shape and dtype on ``device``, to be overwritten from the wire.
 
         It may be a live parameter. What is yielded or loaded later owns its storage: it is never reused.
         """
+        ...
+
+    def lends(self, meta: TensorMeta) -> bool:
+        """Whether the buffer given for this tensor is the live parameter, so that ``ready`` has nothing to copy."""
         ...
 
     def ready(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
@@ -181,13 +195,19 @@ class ModuleSink:
         self._direct = set()
         self._load_s = 0.0
 
+    def arm(self, touch: Callable[[], None]) -> None:
+        touch()
+
     def buffer(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         place = self._places[meta.name][0]
         dtype = torch_dtype(meta.dtype)
-        if place.dtype == dtype and _same_device(place.device, device) and has_own_bytes(place):
+        if place.dtype == dtype and same_device(place.device, device) and has_own_bytes(place):
             self._direct.add(meta.name)
             return place.detach()
         return torch.empty(meta.shape, dtype=dtype, device=device)
+
+    def lends(self, meta: TensorMeta) -> bool:
+        return meta.name in self._direct and len(self._places[meta.name]) == 1
 
     def ready(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
         started = time.perf_counter()
@@ -302,7 +322,8 @@ def _differences(meta: TensorMeta, held_as: str, tensor: torch.Tensor) -> Iterat
         yield f"{meta.name}: {meta.dtype} from the trainer cannot be cast to {dtype} held as {held_as}"
 
 
-def _same_device(one: torch.device, other: torch.device) -> bool:
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether both are one physical device; without an index the current one is meant."""
     return one.type == other.type and (one.type == "cpu" or _index(one) == _index(other))
 
 

@@ -101,7 +101,7 @@ class WeightSource:
             return TensorStream(iter(self._weights()), wire)
         mine, tensors = self._walk(self._weights)
         _require_same(mine, wire)
-        return TensorStream(zip([meta.name for meta in mine], tensors, strict=True), wire)
+        return TensorStream(zip([meta.name for meta in mine], tensors, strict=True), wire, lasting=True)
 
     def gather_only(self, wire: Manifest) -> None:
         """Take part in the collectives of :meth:`tensors` on a rank that sends nothing, and keep nothing.
@@ -149,9 +149,18 @@ class TensorStream:
 
     Closing runs the gathers that are left, also if none was run yet, so that the other ranks get through theirs. If a
     gather itself failed there is no step to keep, and closing does nothing.
+
+    Args:
+        lasting: plain tensors of ``pairs`` live on without the consumer.
+
+    Attributes:
+        staged: whether the last tensor is memory made for this sync, which the consumer alone keeps.
     """
 
-    def __init__(self, pairs: Iterator[tuple[str, torch.Tensor]], wire: Manifest) -> None:
+    def __init__(self, pairs: Iterator[tuple[str, torch.Tensor]], wire: Manifest, *, lasting: bool = False) -> None:
+        self.staged = True
+        self._lasting = lasting
+        self._gathered = False
         self._pairs = pairs
         self._metas = iter(wire)
         self._total = len(wire)
@@ -168,7 +177,9 @@ class TensorStream:
         tensor, meta = step
         dtype = torch_dtype(meta.dtype)
         if tensor.dtype == dtype and has_own_bytes(tensor):
+            self.staged = not self._lasting or self._gathered
             return tensor.detach()
+        self.staged = True
         with torch.no_grad():
             return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
@@ -223,6 +234,7 @@ class TensorStream:
                 return "", None, meta
             name, tensor = pair
             check_tensor(name, tensor)
+            self._gathered = is_dtensor(tensor)
             if is_dtensor(tensor):
                 own = DTYPE_NAMES[tensor.dtype]
                 castable = meta is not None and _castable(own, meta.dtype)

@@ -333,17 +333,36 @@ class SlowRollout(RolloutBase):
         ModuleSink.ready = slow  # type: ignore[method-assign]
 
 
+@ray.remote(num_cpus=0.1)
+class SlowTrainer(TrainerBase):
+    """Takes 0.3 s for each tensor that it sends."""
+
+    walks = 9
+
+    def send_checkpoint_weights(self, *args: Any, **kwargs: Any) -> Any:
+        self.walks = 0
+        return super().send_checkpoint_weights(*args, **kwargs)
+
+    def named_weights(self) -> Any:
+        self.walks += 1
+        sends = self.walks == 2  # the first one only looks whether the model is still the same
+        for pair in self.model.state_dict().items():
+            time.sleep(0.3 * sends)
+            yield pair
+
+
 @pytest.mark.parametrize("victim", ["trainer", "rollout"])
 def test_an_actor_killed_in_mid_transfer_is_named_and_the_others_go_on(actors: Any, victim: str) -> None:
-    trainer, slow, other = actors(Trainer), actors(SlowRollout, 1, 0.3), actors(Rollout, 2)
-    manager = CheckpointEngineManager([trainer], [slow, other], bucket_size=500, timeout_s=60)
-    get([a.ping.remote() for a in (trainer, slow, other)])
+    # A fast trainer would be done, and `other` whole, while a slow rollout still loads.
+    trainer, one, other = actors(SlowTrainer), actors(Rollout, 1), actors(Rollout, 2)
+    manager = CheckpointEngineManager([trainer], [one, other], bucket_size=500, timeout_s=60)
+    get([a.ping.remote() for a in (trainer, one, other)])
     killed: list[float] = []
 
     def kill() -> None:
         time.sleep(2.5)
         killed.append(time.monotonic())
-        ray.kill(trainer if victim == "trainer" else slow)
+        ray.kill(trainer if victim == "trainer" else one)
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -354,7 +373,7 @@ def test_an_actor_killed_in_mid_transfer_is_named_and_the_others_go_on(actors: A
     assert took < 2 + 1.5
     assert caught.value.phase == "transfer"
     assert caught.value.actors == (("trainer[0]",) if victim == "trainer" else ("rollout[0]",))
-    survivors = [other, slow if victim == "trainer" else trainer]
+    survivors = [other, one if victim == "trainer" else trainer]
     get([a.ping.remote() for a in survivors], 2)
     assert get(other.checkpoint_status.remote()).contents is Contents.MIXED
     assert caught.value.versions["rollout[1]"] == 0

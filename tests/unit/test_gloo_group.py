@@ -117,11 +117,12 @@ def test_more_than_2_gib_in_one_piece():
         assert results(people, 120) == [True, True]
 
 
-def test_runs_keep_the_order_and_the_limits():
-    sizes = [5, 0, SMALL_VIEW, 6, 7, *[SMALL_VIEW - 1] * 600]
-    runs = list(_runs([torch.empty(size, dtype=torch.uint8) for size in sizes]))
-    assert [view.numel() for run in runs for view in run] == [size for size in sizes if size]
-    assert [len(run) for run in runs[:2]] == [1, 1]
+def test_runs_take_every_view_once_and_keep_the_limits():
+    sizes = [5, 0, SMALL_VIEW, 6, 7, *[SMALL_VIEW - 1] * 600, SMALL_VIEW + 1]
+    views = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    runs = list(_runs(views))
+    assert sorted(id(view) for run in runs for view in run) == sorted(id(view) for view in views if view.numel())
+    assert [len(run) for run in runs if run[0].numel() >= SMALL_VIEW] == [1, 1]
     assert all(sum(view.numel() for view in run) <= SCRATCH for run in runs)
     assert len(runs) <= 6
 

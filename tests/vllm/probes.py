@@ -76,6 +76,7 @@ def load(sink: EngineSink, tensors: dict[str, torch.Tensor], *, batch: int = 5, 
     """One sync through the sink; with ``batches`` it stops after so many and is abandoned."""
     manifest = manifest_of(tensors)
     sink.begin(manifest)
+    sink.arm(lambda: None)
     filled = []
     for meta in manifest:
         buffer = sink.buffer(meta, torch.device("cpu"))
@@ -129,6 +130,11 @@ def in_process(root: Path, kind: str) -> dict[str, Any]:
     load(sink, last)
     llm.llm_engine.reset_prefix_cache()
     facts["healed"] = tokens(llm)
+    facts["proof"] = {"indirect": sink._proof.indirect if sink._proof else None}
+    facts["sabotaged"] = sabotaged(llm, worker, models.tensors(root / f"{kind}-2"))
+    facts["cut off after the proof"] = cut_off(llm, worker, models.tensors(root / f"{kind}-1"))
+    facts["constants"] = constants(worker, last)
+    load(sink, last)
 
     frozen = {n: (p.data_ptr(), p.detach().clone()) for n, p in model.named_parameters()}
     facts["misfits"] = {}
@@ -144,6 +150,54 @@ def in_process(root: Path, kind: str) -> dict[str, Any]:
         facts["odd"] = odd_loaders(llm.llm_engine.vllm_config)
         facts["foreign_extension"] = foreign_extension()
     return facts
+
+
+def swap(sink: EngineSink, manifest: Manifest, names: list[str]) -> None:
+    """Exchange two recorded destinations."""
+    places = sink.placement(manifest).destinations
+    places[names[0]], places[names[1]] = places[names[1]], places[names[0]]
+
+
+def sabotaged(llm: Any, worker: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A sync by a map in which the k and v of one layer are exchanged."""
+    sink, manifest = EngineSink(worker), manifest_of(tensors)
+    swapped = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv"]
+    swap(sink, manifest, swapped)
+    report = load(sink, tensors)
+    llm.llm_engine.reset_prefix_cache()
+    assert sink._proof is not None
+    return {"swapped": swapped, "indirect": sink._proof.indirect, "report": report, "tokens": tokens(llm)}
+
+
+def cut_off(llm: Any, worker: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A sync that fails between the proof and the first tensor, and the one after it."""
+    sink, touched = EngineSink(worker), []
+    before = worker.model_runner.get_model().model.norm.weight.clone()
+    sink.begin(manifest_of(tensors))
+    sink.arm(lambda: touched.append(True))
+    sink.abandon()
+    patterns = not torch.equal(before, worker.model_runner.get_model().model.norm.weight)
+    load(sink, tensors)
+    llm.llm_engine.reset_prefix_cache()
+    return {"touched": bool(touched), "patterns": patterns, "tokens": tokens(llm)}
+
+
+def constants(worker: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Norms of one everywhere, and a map in which two of them are exchanged."""
+    changed = {n: torch.ones_like(t) if "norm" in n else t for n, t in tensors.items()}
+    sink, manifest = EngineSink(worker), manifest_of(changed)
+    swapped = [f"model.layers.{i}.input_layernorm.weight" for i in (0, 1)]
+    load(EngineSink(worker), changed)  # so that what is live is constant too
+    swap(sink, manifest, swapped)
+    load(sink, changed)
+    pieces, _ = EngineSink(worker).pieces(manifest, None)
+    assert sink._proof is not None
+    return {
+        "swapped": swapped,
+        "caught": [n for n in swapped if n in sink._proof.indirect],
+        "held": {p.name: p.sha256 for p in pieces},
+        "sent": checkpoint_digests(changed),
+    }
 
 
 def _everything_wrong(tensors: dict[str, torch.Tensor]) -> None:
@@ -276,9 +330,9 @@ def load_here(worker: Any, checkpoint: str) -> Any:
     sink = EngineSink(worker)
     tensors = models.tensors(Path(checkpoint))
     agreement = sink.agree(manifest_of(tensors))
-    load(sink, tensors)
+    report = load(sink, tensors)
     pieces, unverifiable = sink.pieces(manifest_of(tensors), None)
-    return agreement.problems, pieces, unverifiable
+    return agreement.problems, pieces, unverifiable, report
 
 
 def tensor_parallel(root: Path, kind: str) -> dict[str, Any]:
@@ -286,17 +340,18 @@ def tensor_parallel(root: Path, kind: str) -> dict[str, Any]:
     llm = llm_of(root / f"{kind}-0", tensor_parallel_size=2)
     answers = llm.llm_engine.collective_rpc(load_here, args=(str(root / f"{kind}-1"),))
     llm.llm_engine.reset_prefix_cache()
-    digests, partial = assemble([pieces for _, pieces, _ in answers])
+    digests, partial = assemble([pieces for _, pieces, *_ in answers])
     engine = adapt(llm)
     assert engine is not None
     return {
         "kind": engine.kind,
         "workers": engine.workers,
         "ranks": [d["tp_rank"] for d in now(engine.call("describe", timeout_s=20))],
-        "problems": [problems for problems, _, _ in answers],
-        "unverifiable": [names for _, _, names in answers],
+        "problems": [problems for problems, *_ in answers],
+        "unverifiable": [names for _, _, names, _ in answers],
+        "reports": [report for *_, report in answers],
         "partial": partial,
-        "cut": sorted({p.name for _, pieces, _ in answers for p in pieces if p.data is not None}),
+        "cut": sorted({p.name for _, pieces, *_ in answers for p in pieces if p.data is not None}),
         "held": digests,
         "sent": checkpoint_digests(models.tensors(root / f"{kind}-1")),
         "tokens": tokens(llm),

@@ -28,7 +28,6 @@ def test_three_syncs_in_a_row_generate_what_hugging_face_generates(
     assert facts["before"] == expected[kind]["0"]
     for sync in facts["syncs"]:
         assert sync["tokens"] == expected[kind][str(sync["seed"])]
-        assert sync["report"]["path"] == "load_weights"
         assert sync["report"]["tensors"] == len(sync["sent"])
     assert len({json.dumps(t) for t in (facts["before"], *(s["tokens"] for s in facts["syncs"]))}) == 4
 

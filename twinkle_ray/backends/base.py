@@ -65,6 +65,7 @@ class SyncGroup(BaseGroup):
         self._destroyed = False
         self._meeting: Meeting | None = None
         self._lifeline: Lifeline | None = None
+        self._byte: torch.Tensor | None = None
 
     @classmethod
     def backend(cls) -> str:
@@ -157,6 +158,24 @@ class SyncGroup(BaseGroup):
         Raises:
             SyncTimeout: the deadline passed; the group is aborted.
         """
+
+    def settle(self, deadline: Deadline, leave: int) -> None:
+        """Wait until at most the last ``leave`` calls of :meth:`broadcast_many` have not ended, or longer.
+
+        Raises:
+            SyncTimeout: as :meth:`synchronize`.
+        """
+        self.synchronize(deadline)
+
+    def rally(self) -> None:
+        """Launch a barrier: nothing that is launched behind it moves before every rank has come this far.
+
+        Here a byte from each rank to all; a backend may know better.
+        """
+        if self._byte is None:
+            self._byte = torch.zeros(1, dtype=torch.uint8, device=self.device_type)
+        for rank in range(self._world_size):
+            self.broadcast_many([self._byte], src=rank)
 
     def fence(self) -> None:
         """Wait until all work that this process has put on the group's device has ended. Without it a launch waits

@@ -45,7 +45,7 @@ from twinkle_ray.errors import ConfigError, ManifestMismatch, SyncError, SyncTim
 from twinkle_ray.types import Deadline, Rendezvous
 
 SMALL_VIEW = 64 << 10
-"""Bytes under which a view is sent together with its neighbours. Above it a collective's own 0.1-0.4 ms is small."""
+"""Bytes under which a view is sent together with other small ones. Above it a collective's own 0.1-0.4 ms is small."""
 SCRATCH = 16 << 20
 """Bytes of one scratch buffer at most."""
 
@@ -120,8 +120,15 @@ class GlooGroup(SyncGroup):
 
         self._launch(work)
 
+    def rally(self) -> None:
+        self._launch(self._barrier)
+
     def synchronize(self, deadline: Deadline) -> None:
-        pending, self._pending = self._pending, []
+        self.settle(deadline, 0)
+
+    def settle(self, deadline: Deadline, leave: int) -> None:
+        count = max(0, len(self._pending) - leave)
+        pending, self._pending = self._pending[:count], self._pending[count:]
         while wait(pending, timeout=min(0.05, deadline.remaining())).not_done:
             if deadline.expired:
                 raise self._fail(
@@ -221,11 +228,7 @@ class GlooGroup(SyncGroup):
         operand.put_back()
 
     def barrier(self, barrier_options: Any = ray_types.BarrierOptions()) -> None:  # noqa: B008
-        def work() -> None:
-            self._agree("barrier", [])
-            self._wait(lambda: self._pg.barrier())
-
-        self._now(work, barrier_options)
+        self._now(self._barrier, barrier_options)
 
     def send(self, tensor: Any, send_options: Any) -> None:
         data = single(tensor, self.device_type).first(send_options.n_elements)
@@ -310,6 +313,10 @@ class GlooGroup(SyncGroup):
         if self._rank != src:
             torch._foreach_copy_(run, list(torch.split(scratch, sizes)))
 
+    def _barrier(self) -> None:
+        self._agree("barrier", [])
+        self._wait(lambda: self._pg.barrier())
+
     def _allreduce(self, tensor: torch.Tensor, op: ray_types.ReduceOp) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
@@ -365,17 +372,17 @@ class _Worker:
 
 
 def _runs(views: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Cut views into broadcasts: a large one alone, small neighbours together, empty ones not at all."""
+    """Sort views into broadcasts: a large one alone, small ones together wherever they stand, empty ones not at all."""
     run: list[torch.Tensor] = []
     used = 0
     for view in views:
         nbytes = view.numel()
-        if run and (nbytes >= SMALL_VIEW or used + nbytes > SCRATCH):
-            yield run
-            run, used = [], 0
         if nbytes >= SMALL_VIEW:
             yield [view]
         elif nbytes:
+            if used + nbytes > SCRATCH:
+                yield run
+                run, used = [], 0
             run.append(view)
             used += nbytes
     if run:

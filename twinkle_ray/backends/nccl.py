@@ -87,6 +87,7 @@ class NcclGroup(SyncGroup):
         self._stream: Any = None
         self._launching = threading.Lock()
         self._held: list[Any] = []  # operands of launches that may not have ended
+        self._marks: list[tuple[Any, int]] = []  # per launch: an event behind it, and how many are held
 
     @classmethod
     def missing(cls) -> str | None:
@@ -149,6 +150,24 @@ class NcclGroup(SyncGroup):
         for at in range(0, len(views), _LAUNCH):
             part = list(views[at : at + _LAUNCH])
             self._launch(lambda comm, stream, part=part: self._bcast(comm, part, src, stream), part)  # type: ignore[misc]
+        self._mark()
+
+    def rally(self) -> None:
+        if self._byte is None:
+            with torch.cuda.device(self.device):
+                self._byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        at = self._byte.data_ptr()
+        self._launch(
+            lambda comm, stream: comm.allReduce(at, at, 1, self._nccl.NCCL_UINT8, self._nccl.NCCL_SUM, stream),
+            [self._byte],
+        )
+        self._mark()
+
+    def _mark(self) -> None:
+        with torch.cuda.device(self.device):
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        self._marks.append((event, len(self._held)))
 
     def _bcast(self, comm: Any, views: Sequence[torch.Tensor], src: int, stream: int) -> None:
         uint8 = self._nccl.NCCL_UINT8
@@ -193,6 +212,25 @@ class NcclGroup(SyncGroup):
         except Exception as error:
             raise self._fail_locally(error) from error
         self._held.clear()
+        self._marks.clear()
+
+    def settle(self, deadline: Deadline, leave: int) -> None:
+        count = len(self._marks) - leave
+        if count <= 0:
+            return
+        self._check_failure()
+        event, held = self._marks[count - 1]
+        try:
+            with torch.cuda.device(self.device):
+                self._poll(event, deadline)
+                self._check_failure()
+                torch.cuda.current_stream(self.device).wait_event(event)
+        except TwinkleRayError:
+            raise
+        except Exception as error:
+            raise self._fail_locally(error) from error
+        del self._held[:held]
+        self._marks = [(later, number - held) for later, number in self._marks[count:]]
 
     def _poll(self, event: Any, deadline: Deadline) -> None:
         spin_until = time.monotonic() + _SPIN_S
@@ -377,6 +415,7 @@ class NcclGroup(SyncGroup):
                 time.sleep(_SLEEP_MAX_S)
             self._within(_ABORT_S, comm.destroy if idle else comm.abort, "destroying the communicator")
         self._held.clear()
+        self._marks.clear()
         self._stream = None
 
     def _within(self, seconds: float, call: Callable[[], None], what: str) -> None:

@@ -1,6 +1,8 @@
 """How tensors of a sync get into a live vLLM worker, and how they are read back.
 
-Two ways, chosen once per model by :func:`layout`:
+A tensor whose place in the live model is proven (:mod:`~twinkle_ray.vllm.proof`) needs no loader: the wire writes into
+the parameter itself, or, where that is not one range of bytes of the wire's dtype, regions of it are copied there. For
+all others there are two ways, chosen once per model by :func:`layout`:
 
 - ``load_weights``: vLLM's own loader writes into the live parameters, batch by batch. Right where these still have the
   checkpoint's layout.
@@ -15,7 +17,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -23,9 +25,10 @@ import torch
 
 from twinkle_ray.errors import ManifestMismatch, SyncError, UnsupportedModel
 from twinkle_ray.manifest import Manifest, TensorMeta
-from twinkle_ray.sinks import Agreement, LoadReport, Piece
+from twinkle_ray.sinks import Agreement, LoadReport, Piece, same_device
 from twinkle_ray.vllm import cpu
 from twinkle_ray.vllm.placement import Destination, Placement, dtype_name, record
+from twinkle_ray.vllm.proof import Feed, Proof, prove
 from twinkle_ray.vllm.worker import device_of
 
 _log = logging.getLogger(__name__)
@@ -54,10 +57,16 @@ class EngineSink:
         self._worker = worker
         self._layout: Layout | None = None
         self._placement: Placement | None = None
+        self._recorded_by: Manifest | None = None
         self._recorded_for: tuple[Any, ...] = ()
+        self._proof: Proof | None = None
+        self._proven_for: tuple[Any, ...] = ()
         self._manifest: Manifest | None = None
+        self._lent: set[str] = set()
         self._loaded: set[str] = set()
         self._nbytes = 0
+        self._direct_bytes = 0
+        self._placed = self._through_loader = False  # whether any tensor went this way
         self._seconds: dict[str, float] = {}
         self._session: _LayerwiseSession | None = None
 
@@ -91,16 +100,46 @@ class EngineSink:
         wrong = (*placement.unknown, *placement.mismatched, *placement.missing)
         if wrong:
             raise ManifestMismatch(f"the engine cannot load this manifest: {'; '.join(wrong[:10])}", problems=wrong)
+        if self._proven_for != self._proof_key(manifest):
+            self._proof = None
         self._manifest = manifest
-        self._loaded = set()
-        self._nbytes = 0
+        self._lent, self._loaded = set(), set()
+        self._nbytes = self._direct_bytes = 0
+        self._placed = self._through_loader = False
         self._seconds = {"load": 0.0}
         if self.device.type not in ("cpu", "meta"):
             # What generation has launched may still read the parameters.
             torch.accelerator.synchronize(self.device)
 
+    def arm(self, touch: Callable[[], None]) -> None:
+        """See :class:`~twinkle_ray.sinks.Sink`. The first time for a manifest the placement is proven here, which
+        leaves patterns in the whole model."""
+        placement, manifest = self._placement, self._manifest
+        if placement is None or manifest is None:
+            raise SyncError("arm() came before begin()", phase="transfer")
+        if self._proof is None and placement.destinations:
+            touch()
+            with self._loading():
+                self._proof = prove(self._model(), manifest, placement, self._load_all, touch)
+            if self.device.type not in ("cpu", "meta"):
+                torch.accelerator.empty_cache()  # the patterns' memory, of which no later sync needs any
+            self._proven_for = self._proof_key(manifest)
+            self._seconds["proof"] = self._proof.seconds
+            for name, reason in list(self._proof.indirect.items())[:10]:
+                _log.info("%s goes through vLLM's loader: %s", name, reason)
+        self.in_place = bool(self._proof and self._proof.direct)
+        if self.in_place:
+            touch()
+
     def buffer(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
+        live = self._proof.direct.get(meta.name) if self._proof is not None else None
+        if live is not None and same_device(live.device, device):
+            self._lent.add(meta.name)
+            return live
         return torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=device)
+
+    def lends(self, meta: TensorMeta) -> bool:
+        return meta.name in self._lent
 
     def ready(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
         placement = self._placement
@@ -109,11 +148,18 @@ class EngineSink:
         start = time.perf_counter()
         feed: list[tuple[str, torch.Tensor]] = []
         for meta, tensor in tensors:
-            offered = placement.offered.get(meta.name, ())
-            held = tensor.to(self.device) if offered else tensor
-            feed += [(spelling, held) for spelling in offered]
             self._loaded.add(meta.name)
             self._nbytes += meta.nbytes
+            if meta.name in self._lent:
+                self._direct_bytes += meta.nbytes
+                self._placed = True
+            elif self._copy(meta, tensor):
+                self._placed = True
+            else:
+                self._through_loader = True
+                offered = placement.offered.get(meta.name, ())
+                held = tensor.to(self.device) if offered else tensor
+                feed += [(spelling, held) for spelling in offered]
         if feed:
             with self._loading():
                 if self._layout is Layout.RELAID and self._session is None:
@@ -139,18 +185,47 @@ class EngineSink:
                 self._session.finish(self._worker.vllm_config.model_config)
                 self._session = None
             cpu.repack_experts(self._model())
+        if self._proof is not None and self._proof.direct:
+            with torch.inference_mode():
+                for view, value in self._placement.fills if self._placement else ():
+                    view.fill_(value)  # after a level-2 sleep padding holds anything
         if self.device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(self.device)
         self._seconds["finish"] = time.perf_counter() - start
+        ways = [*(["in place"] if self._placed else []), *([self._layout.value] if self._through_loader else [])]
         report = LoadReport(
-            path=self._layout.value,
+            path=", ".join(ways),
             tensors=len(self._manifest),
             nbytes=self._nbytes,
-            direct_bytes=0,
+            direct_bytes=self._direct_bytes,
             seconds=dict(self._seconds),
         )
         self._manifest = None
         return report
+
+    def _copy(self, meta: TensorMeta, tensor: torch.Tensor) -> bool:
+        """Copy a received tensor to its proven places; whether it has any."""
+        if self._proof is None:
+            return False
+        live = self._proof.direct.get(meta.name)
+        # In inference mode, which alone may write to what was made in it.
+        with torch.inference_mode():
+            if live is not None:  # on another device than the wire
+                live.copy_(tensor)
+                return True
+            places = self._proof.copied.get(meta.name, ())
+            held = tensor.to(self.device) if places else tensor
+            for place in places:
+                place.dest.copy_(place.source(held))
+        return bool(places)
+
+    def _load_all(self, feed: Feed) -> None:
+        """All that follows a load, for a whole manifest. Only where the live layout is the checkpoint's."""
+        self._model().load_weights(feed)
+        cpu.repack_experts(self._model())
+
+    def _proof_key(self, manifest: Manifest) -> tuple[Any, ...]:
+        return manifest.digest, self._recorded_for[-1:]
 
     def abandon(self) -> None:
         """Leave a model that the next full sync heals. Does not raise; what fails is logged."""
@@ -217,13 +292,15 @@ class EngineSink:
     def _place(self, manifest: Manifest) -> Placement:
         model = self._model()
         relaid = self._find_layout() is Layout.RELAID
-        key = (
-            tuple((m.names, m.shape, m.kind) for m in manifest),
-            tuple((p.data_ptr(), tuple(p.shape)) for p in model.parameters()),
-        )
-        if self._placement is None or key != self._recorded_for:
+        live = tuple((p.data_ptr(), tuple(p.shape)) for p in model.parameters())
+        if manifest is not self._recorded_by:  # tens of thousands of tensors are not compared at each sync
+            self._recorded_by = manifest
+            tensors = tuple((m.names, m.shape, m.kind) for m in manifest)
+        else:
+            tensors = self._recorded_for[0]
+        if self._placement is None or (tensors, live) != self._recorded_for:
             self._placement = record(model, manifest, self._worker.vllm_config, relaid=relaid)
-            self._recorded_for = key
+            self._recorded_for = (tensors, live)
         return self._placement
 
 

@@ -74,6 +74,7 @@ class Placement:
         mismatched: one sentence per tensor whose shape or dtype does not fit.
         missing: live parameters (the engine's names) that get no or not all of their elements.
         ignored: buffers that the engine drops.
+        fills: live views that the loader fills with a number (padding of a vocabulary), and the number.
         seconds: what the recording took.
     """
 
@@ -84,6 +85,7 @@ class Placement:
     mismatched: tuple[str, ...]
     missing: tuple[str, ...]
     ignored: tuple[str, ...]
+    fills: tuple[tuple[torch.Tensor, float], ...]
     seconds: float
 
     def dtype(self, name: str) -> str | None:
@@ -147,6 +149,7 @@ def _judge(recorder: _Recorder, manifest: Manifest, tp_size: int, relaid: bool, 
         mismatched=tuple(mismatched),
         missing=tuple(recorder.uncovered()),
         ignored=tuple(ignored),
+        fills=tuple(recorder.fills),
         seconds=time.perf_counter() - start,
     )
 
@@ -205,10 +208,11 @@ class _Recorder:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model: Any = model
         self.names = {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
-        self.live = {_key(t) for t in [*model.parameters(), *model.buffers()]}
+        self.live = {storage_key(t) for t in [*model.parameters(), *model.buffers()]}
         self.outcomes: dict[str, _Outcome] = {}
         self.written: dict[int, list[torch.Tensor]] = {}
         self.unjudged: set[int] = set()
+        self.fills: list[tuple[torch.Tensor, float]] = []
         self.metas: dict[str, TensorMeta] = {}
         self.alone = 0
 
@@ -252,11 +256,11 @@ class _Recorder:
         """Names of live parameters of which an element is written by nothing."""
         seen: set[tuple[int, int]] = set()
         for name, parameter in self.model.named_parameters():
-            place = (_key(parameter), int(parameter.storage_offset()))
+            place = (storage_key(parameter), int(parameter.storage_offset()))
             if parameter.numel() == 0 or place[0] in self.unjudged or place in seen:
                 continue
             seen.add(place)
-            count = _covered(parameter, self.written.get(place[0], []))
+            count = covered(parameter, self.written.get(place[0], []))
             if count == 0:
                 yield name
             elif count < parameter.numel():
@@ -265,7 +269,9 @@ class _Recorder:
     def _load(self, items: Sequence[tuple[str, str, TensorMeta]], touched: _Touched | None = None) -> _Trace:
         """One run of ``load_weights``. Raises what it raises, and ``RuntimeError`` if it rebinds a parameter."""
         tensors = [torch.empty(m.shape, dtype=getattr(torch, m.dtype), device="meta") for _, _, m in items]
-        trace = _Trace(self.live, {_key(t): name for t, (name, _, _) in zip(tensors, items, strict=True)}, tensors)
+        trace = _Trace(
+            self.live, {storage_key(t): name for t, (name, _, _) in zip(tensors, items, strict=True)}, tensors
+        )
         feed = [(spelling, t) for t, (_, spelling, _) in zip(tensors, items, strict=True)]
         with _unchanged(self.model) as changes, trace:
             if touched is None:
@@ -278,16 +284,17 @@ class _Recorder:
         return trace
 
     def _take(self, items: Sequence[tuple[str, str, TensorMeta]], trace: _Trace) -> None:
+        self.fills += trace.fills
         for dest in trace.padding_views:
-            self.written.setdefault(_key(dest), []).append(dest)
+            self.written.setdefault(storage_key(dest), []).append(dest)
         for name, spelling, _ in items:
             outcome = _Outcome(spelling, trace.copies.get(name, []), trace.padding.get(name, 0))
             outcome.indirect = trace.derived.get(name, "")
             outcome.mismatch = trace.broadcast.get(name, "")
-            if any(_key(dest) in trace.dirty for dest, _ in outcome.copies):
+            if any(storage_key(dest) in trace.dirty for dest, _ in outcome.copies):
                 outcome.indirect = outcome.indirect or "the loader changes it in place after copying"
             for dest, _ in outcome.copies:
-                self.written.setdefault(_key(dest), []).append(dest)
+                self.written.setdefault(storage_key(dest), []).append(dest)
             self.outcomes[name] = outcome
         self.unjudged |= trace.dirty
 
@@ -302,7 +309,7 @@ class _Recorder:
         target = touched.last
         if target is None:
             return _Outcome(spelling, error=_brief(error))
-        self.unjudged.add(_key(target))
+        self.unjudged.add(storage_key(target))
         if target.numel() == 0:
             return _Outcome(spelling, indirect="the engine has packed the parameter away")
         if isinstance(error, NotImplementedError) or "meta" in str(error).lower() or "rebinds" in str(error):
@@ -320,13 +327,14 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.owners: dict[int, frozenset[str]] = {key: frozenset((name,)) for key, name in sources.items()}
         # Storages are known by address, so none may be freed while the trace runs.
         self.keep = list(keep)
-        self.dtypes = {_key(t): t.dtype for t in keep}
+        self.dtypes = {storage_key(t): t.dtype for t in keep}
         self.copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.derived: dict[str, str] = {}
         self.broadcast: dict[str, str] = {}
         self.dirty: set[int] = set()
         self.padding: dict[str, int] = {}
         self.padding_views: list[torch.Tensor] = []
+        self.fills: list[tuple[torch.Tensor, float]] = []
         self.last = ""
 
     def __torch_dispatch__(
@@ -335,9 +343,9 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         written = _written(func, args, kwargs)
         names = frozenset().union(
-            *(self.owners.get(_key(t), frozenset()) for t in _tensors((args, tuple(kwargs.values()))))
+            *(self.owners.get(storage_key(t), frozenset()) for t in _tensors((args, tuple(kwargs.values()))))
         )
-        into_live = [t for t in written if _key(t) in self.live]
+        into_live = [t for t in written if storage_key(t) in self.live]
         if into_live:
             self._write_live(func, args, into_live, names)
             return args[0] if func._schema.returns else None
@@ -353,7 +361,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _own(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key not in self.sources and key not in self.live:
             self.owners[key] = self.owners.get(key, frozenset()) | names
             self.keep.append(tensor)
@@ -361,15 +369,18 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write_live(self, func: Any, args: tuple[Any, ...], dests: list[torch.Tensor], names: frozenset[str]) -> None:
         if func in _FILLS:
             self.padding_views += dests
+            value = args[1] if len(args) > 1 else 0
+            if isinstance(value, (int, float)):
+                self.fills += [(dest.detach(), value) for dest in dests]
             self.padding[self.last] = self.padding.get(self.last, 0) + dests[0].numel()
             return
-        name = self.sources.get(_key(args[1])) if func is _COPY else None
+        name = self.sources.get(storage_key(args[1])) if func is _COPY else None
         # A view as another dtype counts in other elements, so it is no plain source.
-        if name is not None and args[1].dtype == self.dtypes[_key(args[1])]:
+        if name is not None and args[1].dtype == self.dtypes[storage_key(args[1])]:
             self._copy(name, args[0], args[1])
             return
         if func is not _COPY or not names:
-            self.dirty |= {_key(t) for t in dests}
+            self.dirty |= {storage_key(t) for t in dests}
         self.padding_views += dests
         for owner in names:
             self.derived[owner] = f"the loader derives what it stores ({func._schema.name})"
@@ -423,7 +434,7 @@ def _unchanged(model: torch.nn.Module) -> Iterator[list[str]]:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return _key(a) == _key(b) and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    return storage_key(a) == storage_key(b) and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 def _checkpoint_layout(model: torch.nn.Module) -> None:
@@ -438,7 +449,7 @@ def _checkpoint_layout(model: torch.nn.Module) -> None:
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
 
 
-def _key(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage, for meta tensors too."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -461,7 +472,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return found
 
 
-def _covered(parameter: torch.Tensor, views: Iterable[torch.Tensor]) -> int:
+def covered(parameter: torch.Tensor, views: Iterable[torch.Tensor]) -> int:
     """How many elements of a parameter the views write."""
     start, end = parameter.storage_offset(), parameter.storage_offset() + parameter.numel()
     regions = {(v.storage_offset(), tuple(v.shape), tuple(v.stride())): v.numel() for v in views}

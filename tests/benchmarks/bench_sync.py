@@ -1,0 +1,306 @@
+"""One sync against the limit of its wire, both measured in one run.
+
+    python tests/benchmarks/bench_sync.py                              # CPU: Gloo, small widths, real layer counts
+    python tests/benchmarks/bench_sync.py --device cuda --scale 1      # two NVIDIA GPUs, full size
+
+*raw* is one broadcast of the same number of bytes through the very group that the sync uses, between plain buffers,
+until its last member has them. *sync* is ``manager.sync_weights()`` from call to return, the median after the second
+one. Rollouts are a plain module, vLLM in the actor's process (``engine``) or in a child process (``child``), with dummy
+weights: nothing is read from a disk but a configuration. ``--scale`` divides widths, vocabulary and heads, never the
+number of tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import ray
+import torch
+
+from twinkle_ray import CheckpointEngineManager
+from twinkle_ray.mixins import RolloutActorMixin, TrainActorMixin
+from twinkle_ray.types import Deadline
+
+Shapes = dict[str, tuple[int, ...]]
+
+_COMMON = {"max_position_embeddings": 4096, "hidden_act": "silu", "rms_norm_eps": 1e-6, "dtype": "bfloat16"}
+MODELS: dict[str, dict[str, Any]] = {
+    "0.6b": {  # Qwen3-0.6B
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "7b": {  # Qwen2.5-7B
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "30b-a3b": {  # Qwen3-30B-A3B
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
+}
+
+
+def config_of(model: str, scale: int) -> dict[str, Any]:
+    """A Hugging Face configuration with narrower layers: widths are multiples of 32, heads share key-value heads."""
+    config = {**_COMMON, **MODELS[model]}
+    for key in ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"):
+        if key in config:
+            config[key] = max(32, config[key] // scale // 32 * 32)
+    kv = max(1, config["num_key_value_heads"] // scale)
+    config["num_key_value_heads"] = kv
+    config["num_attention_heads"] = max(kv, config["num_attention_heads"] // scale // kv * kv)
+    if "head_dim" not in config:
+        dim = max(32, config["hidden_size"] // config["num_attention_heads"] // 32 * 32)
+        config["hidden_size"] = dim * config["num_attention_heads"]
+    return config
+
+
+def shapes_of(config: dict[str, Any]) -> Shapes:
+    """The tensors of such a model's checkpoint."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim", hidden // heads)
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        for name, rows in (("q", heads * dim), ("k", kv * dim), ("v", kv * dim)):
+            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows, hidden)
+            if config["model_type"] == "qwen2":
+                shapes[f"{at}self_attn.{name}_proj.bias"] = (rows,)
+        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, heads * dim)
+        if config["model_type"] != "qwen2":
+            shapes[f"{at}self_attn.q_norm.weight"] = shapes[f"{at}self_attn.k_norm.weight"] = (dim,)
+        experts = [f"experts.{e}." for e in range(config.get("num_experts", 0))]
+        inter = config["moe_intermediate_size"] if experts else config["intermediate_size"]
+        if experts:
+            shapes[f"{at}mlp.gate.weight"] = (config["num_experts"], hidden)
+        for expert in experts or [""]:
+            for part in ("gate", "up"):
+                shapes[f"{at}mlp.{expert}{part}_proj.weight"] = (inter, hidden)
+            shapes[f"{at}mlp.{expert}down_proj.weight"] = (hidden, inter)
+        shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+class Shaped(torch.nn.Module):
+    """Parameters of given shapes in bf16."""
+
+    def __init__(self, shapes: Shapes, device: str) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            owner: torch.nn.Module = self
+            *path, leaf = name.split(".")
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, torch.nn.Module())
+                owner = owner._modules[part]  # type: ignore[assignment]
+            value = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
+            owner.register_parameter(leaf, torch.nn.Parameter(value, requires_grad=False))
+
+
+def broadcast_raw(endpoint: Any, nbytes: int, rounds: int) -> list[float]:
+    """Seconds of each plain broadcast in one member of the group; all members call it at the same time."""
+    group, deadline = endpoint.group, Deadline.after(120.0)
+    # Zeros would be one page of the kernel's, which the CPU has in its cache.
+    buffer = torch.ones(min(nbytes, 1 << 30), dtype=torch.uint8, device=endpoint.device)
+    views = [buffer] * (nbytes // buffer.numel()) + [buffer[: nbytes % buffer.numel()]]
+    taken = []
+    for _ in range(rounds):
+        group.rally()
+        group.synchronize(deadline)
+        start = time.perf_counter()
+        group.broadcast_many(views)
+        group.synchronize(deadline)
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def raw_in_worker(worker: Any, nbytes: int, rounds: int) -> list[float]:
+    from twinkle_ray.vllm.worker import side
+
+    return broadcast_raw(side(vars(worker).get("worker") or worker).endpoint, nbytes, rounds)
+
+
+class Trainer(TrainActorMixin):
+    def __init__(self, shapes: Shapes, device: str) -> None:
+        self.model = Shaped(shapes, device)
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.001)
+
+    def raw(self, nbytes: int, rounds: int) -> list[float]:
+        return broadcast_raw(self._TrainActorMixin__twinkle_training.endpoint, nbytes, rounds)  # type: ignore[attr-defined]
+
+
+class ModuleRollout(RolloutActorMixin):
+    def __init__(self, shapes: Shapes, device: str, folder: str, child: bool) -> None:
+        self.model = Shaped(shapes, device)
+
+    def raw(self, nbytes: int, rounds: int) -> list[list[float]]:
+        return [broadcast_raw(self._RolloutActorMixin__twinkle_serving.target._side.endpoint, nbytes, rounds)]  # type: ignore[attr-defined]
+
+
+class EngineRollout(RolloutActorMixin):
+    def __init__(self, shapes: Shapes, device: str, folder: str, child: bool) -> None:
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(child)),
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        import vllm
+
+        more = {"gpu_memory_utilization": 0.8} if device == "cuda" else {"kv_cache_memory_bytes": 64 << 20}
+        self.llm = vllm.LLM(
+            folder,
+            load_format="dummy",
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=4,
+            skip_tokenizer_init=True,
+            worker_extension_cls="twinkle_ray.vllm.worker.WorkerExtension",  # also where nothing is installed by pip
+            **more,
+        )
+
+    def raw(self, nbytes: int, rounds: int) -> list[list[float]]:
+        return self.llm.collective_rpc(raw_in_worker, args=(nbytes, rounds))
+
+
+def measure(model: str, kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One row of the table."""
+    config = config_of(model, options.scale)
+    shapes = shapes_of(config)
+    resources = {"num_gpus": 1 if options.device == "cuda" else 0, "num_cpus": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        rollout_kind = ModuleRollout if kind == "module" else EngineRollout
+        trainer = ray.remote(**resources)(Trainer).remote(shapes, options.device)
+        rollout = ray.remote(**resources)(rollout_kind).remote(shapes, options.device, folder, kind == "child")
+        try:
+            with CheckpointEngineManager([trainer], [rollout], timeout_s=300) as manager:
+                ray.get([trainer.checkpoint_status.remote(), rollout.checkpoint_status.remote()], timeout=600)
+                reports = []
+                for _ in range(2 + options.rounds):
+                    ray.get(trainer.step.remote())
+                    reports.append(manager.sync_weights())
+                nbytes = reports[-1].nbytes
+                rounds = options.rounds
+                sent, received = ray.get([trainer.raw.remote(nbytes, rounds), rollout.raw.remote(nbytes, rounds)])
+                checked = manager.verify()
+        finally:
+            ray.kill(trainer)
+            ray.kill(rollout)
+    raw = statistics.median(max(times) for times in zip(sent, *received, strict=True))
+    steady = [report.seconds for report in reports[2:]]
+    ours = statistics.median(steady)
+    last, first = reports[-1].replicas[0], reports[0]
+    return {
+        "model": model,
+        "rollout": kind,
+        "tensors": reports[-1].tensors,
+        "MB": round(nbytes / 1e6, 1),
+        "raw ms": round(raw * 1e3, 2),
+        "sync ms": round(ours * 1e3, 2),
+        "worst ms": round(max(steady) * 1e3, 2),
+        "sync/raw": round(ours / raw, 2),
+        "direct": f"{last.direct_bytes / nbytes:.1%}",
+        "path": last.path,
+        "first s": round(first.seconds, 2),
+        "proof s": round(first.replicas[0].seconds.get("proof", 0.0), 2),
+        "phases ms": _ms(reports[-1].phases),
+        "replica ms": _ms(last.seconds),
+        "compared": checked.compared,
+    }
+
+
+def _ms(seconds: dict[str, float]) -> str:
+    return " ".join(f"{name} {value * 1e3:.1f}" for name, value in seconds.items())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    heads = list(rows[0])
+    lines = [heads, ["---"] * len(heads), *([str(row[head]) for head in heads] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def machine(device: str) -> str:
+    versions = [f"python {platform.python_version()}", f"torch {torch.__version__}", f"ray {ray.__version__}"]
+    where = torch.cuda.get_device_name(0) if device == "cuda" else f"{os.cpu_count()} CPU cores"
+    return f"{where}; {', '.join(versions)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--models", nargs="+", default=["0.6b", "7b"], choices=list(MODELS))
+    parser.add_argument("--rollouts", nargs="+", default=["module", "engine"], choices=["module", "engine", "child"])
+    parser.add_argument("--scale", type=int, default=7, help="divides widths; 1: full size")
+    parser.add_argument("--rounds", type=int, default=10, help="measured syncs, after two that are not")
+    parser.add_argument("--out", type=Path, help="also write the table here")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tw-", dir="/tmp") as folder:
+        gpus = 2 if options.device == "cuda" else 0
+        ray.init(num_gpus=gpus, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
+        rows: list[dict[str, Any]] = []
+        for model in options.models:
+            for kind in options.rollouts:
+                rows.append(measure(model, kind, options))
+                print(json.dumps(rows[-1]), flush=True)
+        ray.shutdown()
+    text = f"{machine(options.device)}; scale 1/{options.scale}; median of {options.rounds}\n\n{table(rows)}\n"
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Weights written straight into real vLLM's parameters, judged by what Hugging Face generates with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Probe
+from .models import KINDS
+
+pytestmark = pytest.mark.vllm
+
+DENSE = ("llama", "qwen3")
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoints: Path) -> dict[str, Any]:
+    """``[kind][seed]``: token ids per prompt."""
+    return json.loads((checkpoints / "expected.json").read_text())
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_every_byte_of_a_dense_model_goes_straight(probe: Probe, expected: dict[str, Any], kind: str) -> None:
+    for sync in probe("in_process", kind)["syncs"]:
+        assert sync["report"]["direct_bytes"] == sync["report"]["nbytes"] > 0
+        assert sync["report"]["path"] == "in place"
+        assert sync["tokens"] == expected[kind][str(sync["seed"])]
+        assert sync["held"] == sync["sent"]
+
+
+def test_permuted_experts_stay_with_the_loader_and_the_rest_goes_straight(probe: Probe) -> None:
+    facts = probe("in_process", "qwen3_moe")
+    experts = {name for name in facts["syncs"][0]["sent"] if ".experts." in name}
+    assert set(facts["proof"]["indirect"]) == experts != set()
+    for sync in facts["syncs"]:
+        assert 0 < sync["report"]["direct_bytes"] < sync["report"]["nbytes"]
+        assert sync["report"]["path"] == "in place, load_weights"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_placement_is_proven_once(probe: Probe, kind: str) -> None:
+    assert ["proof" in sync["report"]["seconds"] for sync in probe("in_process", kind)["syncs"]] == [True, False, False]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_swapped_destinations_are_caught_and_the_sync_is_right(
+    probe: Probe, expected: dict[str, Any], kind: str
+) -> None:
+    found = probe("in_process", kind)["sabotaged"]
+    assert found["swapped"]
+    assert set(found["swapped"]) <= set(found["indirect"])
+    assert 0 < found["report"]["direct_bytes"] < found["report"]["nbytes"]
+    assert found["tokens"] == expected[kind]["2"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_failure_after_the_proof_leaves_is_healed_by_the_next_sync(
+    probe: Probe, expected: dict[str, Any], kind: str
+) -> None:
+    found = probe("in_process", kind)["cut off after the proof"]
+    assert found["touched"]
+    assert found["patterns"], "the proof wrote nothing"
+    assert found["tokens"] == expected[kind]["1"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_of_one_do_not_fool_the_proof(probe: Probe, kind: str) -> None:
+    found = probe("in_process", kind)["constants"]
+    assert found["held"] == found["sent"]
+    assert found["caught"] == found["swapped"]
+
+
+def test_slices_of_two_workers_are_proven(probe: Probe, expected: dict[str, Any]) -> None:
+    facts = probe("tensor_parallel", "llama")
+    assert facts["tokens"] == expected["llama"]["1"]
+    assert facts["held"] == facts["sent"]
+    shares = [report["direct_bytes"] / report["nbytes"] for report in facts["reports"]]
+    # Norms alone go whole to both workers; each slice of the others is copied to its proven place.
+    assert all(0 < share < 1 for share in shares)
+    assert {report["path"] for report in facts["reports"]} == {"in place"}
+
+
+def test_experts_of_two_workers_are_right(probe: Probe, expected: dict[str, Any]) -> None:
+    facts = probe("tensor_parallel", "qwen3_moe")
+    assert facts["tokens"] == expected["qwen3_moe"]["1"]
+    assert {report["path"] for report in facts["reports"]} == {"in place, load_weights"}
