@@ -49,17 +49,10 @@ def open_things() -> dict[str, int]:
     return {"threads": threading.active_count(), "fds": len(os.listdir("/proc/self/fd"))}
 
 
-class TrainerBase(TrainActorMixin):
-    def __init__(self, seed: int = 0, **model: Any) -> None:
-        torch.set_num_threads(1)
-        self.model: torch.nn.Module = TinyLM(seed, **model)
+class Probed:
+    """What a test asks any actor."""
 
-    def step(self, seed: int) -> None:
-        """Change every parameter and buffer."""
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for value in self.model.state_dict().values():
-                value.copy_(torch.randn(value.shape) * 10)
+    model: torch.nn.Module
 
     def digests(self) -> dict[str, str]:
         return digests(self.model)
@@ -78,25 +71,23 @@ class TrainerBase(TrainActorMixin):
         return function(self)
 
 
-class RolloutBase(RolloutActorMixin):
+class TrainerBase(Probed, TrainActorMixin):
+    def __init__(self, seed: int = 0, **model: Any) -> None:
+        torch.set_num_threads(1)
+        self.model = TinyLM(seed, **model)
+
+    def step(self, seed: int) -> None:
+        """Change every parameter and buffer."""
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for value in self.model.state_dict().values():
+                value.copy_(torch.randn(value.shape) * 10)
+
+
+class RolloutBase(Probed, RolloutActorMixin):
     def __init__(self, seed: int = 1000, **model: Any) -> None:
         torch.set_num_threads(1)
-        self.model: torch.nn.Module = TinyLM(seed, **model)
-
-    def digests(self) -> dict[str, str]:
-        return digests(self.model)
-
-    def things(self) -> dict[str, int]:
-        return open_things()
-
-    def ping(self) -> float:
-        return time.time()
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def call(self, function: Any) -> Any:
-        return function(self)
+        self.model = TinyLM(seed, **model)
 
 
 Trainer = ray.remote(num_cpus=0.1)(TrainerBase)

@@ -30,47 +30,10 @@ import ray
 import torch
 
 from tests.payload import facts, payload
+from tests.shapes import Shaped, Shapes, config_of, shapes_of
 from twinkle_ray import CheckpointEngineManager, PeerLost, SyncAborted, SyncError, SyncTimeout
 from twinkle_ray.checkpoint_engine import GlooCheckpointEngine, NCCLCheckpointEngine
 from twinkle_ray.mixins import RolloutActorMixin, TrainActorMixin
-
-
-def shapes_7b(scale: int = 1) -> dict[str, tuple[int, ...]]:
-    """The 339 parameters of a Qwen2.5-7B with an untied head; ``scale`` divides every width."""
-    hidden, inter, kv, vocab = 3584 // scale, 18944 // scale, 512 // scale, 152064 // scale
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
-    for i in range(28):
-        at = f"model.layers.{i}."
-        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
-            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows, hidden)
-            shapes[f"{at}self_attn.{name}_proj.bias"] = (rows,)
-        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, hidden)
-        shapes[f"{at}mlp.gate_proj.weight"] = shapes[f"{at}mlp.up_proj.weight"] = (inter, hidden)
-        shapes[f"{at}mlp.down_proj.weight"] = (hidden, inter)
-        shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
-    shapes["model.norm.weight"] = (hidden,)
-    shapes["lm_head.weight"] = (vocab, hidden)
-    return shapes
-
-
-class Shaped(torch.nn.Module):
-    """Parameters of given shapes; the contents follow from a seed, on the device."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__()
-        for name, shape in shapes.items():
-            owner: torch.nn.Module = self
-            *path, leaf = name.split(".")
-            for part in path:
-                if part not in dict(owner.named_children()):
-                    owner.add_module(part, torch.nn.Module())
-                owner = owner.get_submodule(part)
-            owner.register_parameter(leaf, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), False))
-
-    def fill(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        for parameter in self.parameters():
-            parameter.normal_(0, 0.02)
 
 
 def sums(module: torch.nn.Module) -> dict[str, int]:
@@ -100,7 +63,7 @@ class Common:
 
 
 class TrainerBase(TrainActorMixin, Common):
-    def __init__(self, shapes: dict[str, tuple[int, ...]], device: str) -> None:
+    def __init__(self, shapes: Shapes, device: str) -> None:
         self.device = device
         self.model = Shaped(shapes, device)
         self.model.fill(0)
@@ -115,7 +78,7 @@ class TrainerBase(TrainActorMixin, Common):
 
 
 class RolloutBase(RolloutActorMixin, Common):
-    def __init__(self, shapes: dict[str, tuple[int, ...]], device: str) -> None:
+    def __init__(self, shapes: Shapes, device: str) -> None:
         self.device = device
         self.model = Shaped(shapes, device)
         self.model.fill(999)
@@ -220,7 +183,7 @@ def part_payload(options: argparse.Namespace) -> None:
 
 
 def part_module(options: argparse.Namespace) -> None:
-    shapes = shapes_7b(options.scale)
+    shapes = shapes_of(config_of("7b", options.scale))
     trainer, rollout = (make(kind, options, shapes, options.device) for kind in (TrainerBase, RolloutBase))
     with killed(trainer, rollout), CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
         get([trainer.ping.remote(), rollout.ping.remote()], 90)
@@ -295,7 +258,7 @@ def part_deaths(options: argparse.Namespace) -> None:
             get(hands[1 - victim].ping.remote(), 2)
             say("killed_in_mid_transfer", victim=victim, seconds=round(took, 3), error=why)
             assert took < 2.5
-    shapes = shapes_7b(options.scale)
+    shapes = shapes_of(config_of("7b", options.scale))
     trainer, rollout = (make(kind, options, shapes, options.device) for kind in (TrainerBase, RolloutBase))
     with killed(trainer):
         manager = CheckpointEngineManager([trainer], [rollout], timeout_s=30)
@@ -332,27 +295,8 @@ def part_deaths(options: argparse.Namespace) -> None:
 
 
 def part_vllm(options: argparse.Namespace) -> None:
-    scale = options.scale
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 3584 // scale,
-        "intermediate_size": 18944 // scale,
-        "num_hidden_layers": 28,
-        "num_attention_heads": max(1, 28 // scale),
-        "num_key_value_heads": max(1, 4 // scale),
-        "max_position_embeddings": 4096,
-        "vocab_size": 152064 // scale,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-    }
-    if scale > 1:
-        config |= {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
-    shapes = shapes_7b(scale)
-    if scale > 1:
-        shapes = _rescaled(shapes, config)
+    config = config_of("7b", options.scale)
+    shapes = shapes_of(config)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         for child in (False, True):
@@ -383,13 +327,6 @@ def part_vllm(options: argparse.Namespace) -> None:
                         direct=round(reports[-1].replicas[0].direct_bytes / reports[-1].nbytes, 4),
                         generation_changed=before != after,
                     )
-
-
-def _rescaled(shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inter, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    full = shapes_7b()
-    to = {3584: hidden, 18944: inter, 512: hidden // 2, 152064: vocab}
-    return {name: tuple(to[n] for n in shape) for name, shape in full.items()}
 
 
 def main() -> int:

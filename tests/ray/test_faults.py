@@ -17,19 +17,6 @@ from twinkle_ray.types import Contents
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-@pytest.fixture
-def actors() -> Any:
-    made: list[Any] = []
-
-    def make(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        made.append(kind.remote(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for actor in made:
-        ray.kill(actor)
-
-
 def test_rollouts_say_what_they_hold_after_an_error_that_needs_no_explanation(actors: Any) -> None:
     @ray.remote(num_cpus=0.1)
     class Breaks(TrainerBase):

@@ -31,20 +31,6 @@ def get(ref: Any, timeout: float = 30) -> Any:
     return ray.get(ref, timeout=timeout)
 
 
-@pytest.fixture
-def actors() -> Any:
-    """``make(kind, *args, **kwargs)`` starts an actor; all are killed afterwards."""
-    made: list[Any] = []
-
-    def make(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        made.append(kind.remote(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for actor in made:
-        ray.kill(actor)
-
-
 def test_rollouts_follow_the_trainer_bit_for_bit(actors: Any) -> None:
     trainer, rollouts = actors(Trainer), [actors(Rollout, 7), actors(Rollout, 8)]
     with CheckpointEngineManager([trainer], rollouts, timeout_s=60) as manager:
