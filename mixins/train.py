@@ -134,10 +134,12 @@ class TrainActorMixin:
             return self.__training().send_announced(bucket_size, timeout_s)
         return self.__training().send(digest, bucket_size, timeout_s, group)
 
-    def finalize_checkpoint_engine(self, leave: bool = False) -> None:
-        """End of one sync. The group is kept for the next one unless ``leave``."""
+    def finalize_checkpoint_engine(self, leave: bool = False, group: str | None = None) -> None:
+        """End of one sync. The group is kept unless ``leave``; with ``group`` one of another name is kept even then."""
         if leave and self.__twinkle_training is not None:
-            self.__twinkle_training.endpoint.leave()
+            endpoint = self.__twinkle_training.endpoint
+            if group is None or endpoint.sound_group in ("", group):
+                endpoint.leave()
 
     def abort_checkpoint(self, reason: str, group: str | None = None) -> None:
         """Give the group up, from whatever state; with ``group`` only if it is this one."""

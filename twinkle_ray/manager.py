@@ -214,9 +214,16 @@ class CheckpointEngineManager:
             return
         self._closed = True
         if self._has_mixins():
+            # An actor may be in another manager's group by now, which is not ours to end.
+            name = self._group.name if self._group is not None else ""
+            statuses = self._ask_rollouts("checkpoint_status")
             self._best_effort(
-                [t.handle.finalize_checkpoint_engine.remote(True) for t in self._trainers],
-                [(r, "leave", {}) for r in self._replicas],
+                [t.handle.finalize_checkpoint_engine.remote(True, name) for t in self._trainers],
+                [
+                    (r, "leave", {})
+                    for r in self._replicas
+                    if (status := statuses[r.name]) is not None and status.group in ("", name) and not status.updating
+                ],
             )
         self._group = self._agreed = None
 
@@ -303,7 +310,7 @@ class CheckpointEngineManager:
                 results = self._transfer(version, in_flight, fresh, deadline)
         except SyncError as error:
             self._group = self._agreed = None
-            error.versions = self._versions()
+            error.versions = self._ask_rollouts("weights_version")
             raise
         except BaseException:
             # Refused input leaves the group as it is, if it stands; an interrupt in the transfer does not.
@@ -539,15 +546,16 @@ class CheckpointEngineManager:
 
         return Round(phase, deadline, release=release if made is not None else None, owner=owner)
 
-    def _versions(self) -> dict[str, int | None]:
-        refs = {r.name: r.handle.weights_version.remote() for r in self._replicas}
+    def _ask_rollouts(self, method: str) -> dict[str, Any]:
+        """What each rollout answers within a second; ``None`` for one that does not."""
+        refs = {r.name: getattr(r.handle, method).remote() for r in self._replicas}
         ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=1.0)
-        versions: dict[str, int | None] = dict.fromkeys(refs)
+        answers: dict[str, Any] = dict.fromkeys(refs)
         for name, ref in refs.items():
             if ref in ready:
                 with contextlib.suppress(Exception):
-                    versions[name] = ray.get(ref, timeout=1.0)
-        return versions
+                    answers[name] = ray.get(ref, timeout=1.0)
+        return answers
 
     def _best_effort(self, refs: list[Any], ops: list[tuple[Replica, str, dict[str, Any]]]) -> None:
         deadline = Deadline.after(_CLEANUP_S)

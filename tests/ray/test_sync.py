@@ -222,6 +222,20 @@ def test_two_managers_at_once_do_not_cross(actors: Any) -> None:
         m.close()
 
 
+def test_closing_a_manager_leaves_the_group_of_another_one_alone(actors: Any) -> None:
+    trainer, rollout = actors(Trainer, 1), actors(Rollout, 2)
+    first = CheckpointEngineManager([trainer], [rollout], timeout_s=60)
+    first.sync_weights()
+    with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as second:
+        assert second.sync_weights().version == 2
+        group = get(rollout.checkpoint_status.remote()).group
+        first.close()
+        assert {s.group for s in get([a.checkpoint_status.remote() for a in (trainer, rollout)])} == {group}
+        report = second.sync_weights()
+        assert report.version == 3
+        assert "init" not in report.phases
+
+
 def test_six_managers_started_at_once_ten_rounds(actors: Any) -> None:
     trainers = [actors(Trainer, s) for s in range(6)]
     rollouts = [actors(Rollout, 100 + s) for s in range(6)]
