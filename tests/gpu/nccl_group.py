@@ -325,11 +325,11 @@ def run(check: str, gpus: int) -> bool:
     until = time.monotonic() + HEAR_S
     while len(outcome) < len(alive) and time.monotonic() < until:
         for rank in sorted(alive - set(outcome)):
-            if not pipes[rank].poll(0.005):
+            if rank not in alive or not pipes[rank].poll(0.005):
                 continue
             try:
                 said = pipes[rank].recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 outcome[rank] = {"ok": False, "crash": f"exit code {processes[rank].exitcode}"}
                 continue
             if isinstance(said, tuple) and said[0] == "result":
