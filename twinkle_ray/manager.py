@@ -130,6 +130,7 @@ class CheckpointEngineManager:
         self._mode = weight_sync_mode
         self._train_group = train_group
         self._base_sync_done = False
+        self._plain_version = 0  # counted here for actors that cannot be asked
         self._sleeping: dict[str, set[str]] = {}
         self._group: _Group | None = None
         self._agreed: _Agreed | None = None
@@ -506,7 +507,7 @@ class CheckpointEngineManager:
         return self._plain_report("classic", phases, start)
 
     def _plain_report(self, mode: str, phases: dict[str, float], start: float) -> SyncReport:
-        self._plain_version = getattr(self, "_plain_version", 0) + 1
+        self._plain_version += 1
         return SyncReport(
             version=self._plain_version,
             mode=mode,
