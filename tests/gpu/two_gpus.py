@@ -1,7 +1,7 @@
 """The main job on two NVIDIA GPUs: run by hand, prints one JSON line per result, exits non-zero on a failure.
 
     python tests/gpu/two_gpus.py                       # needs two GPUs, cupy, Ray; vLLM for the part named vllm
-    python tests/gpu/two_gpus.py --device cpu --scale 64   # the same steps on a CPU over Gloo, with small shapes
+    python tests/gpu/two_gpus.py --device cpu --scale 16   # the same steps on a CPU over Gloo, with small shapes
 
 Parts: ``payload`` (the tensor list through engines driven by hand), ``module`` (a 7B-shaped model, 20 syncs),
 ``deaths`` (peers that never come, are killed before and in mid-transfer), ``vllm`` (a live engine of the 7B's shapes).
