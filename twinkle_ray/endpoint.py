@@ -35,6 +35,7 @@ class Operation:
 
     Attributes:
         group: that it works in, and that is given up with it; another one's is none of its business.
+        launched: all that it has for the wire is under way, and its thread has little left to do but wait.
         ended: its outcome is fixed.
         left: its thread is out of the work, which for one that was given up may be later.
     """
@@ -47,6 +48,7 @@ class Operation:
         self.steps = 0
         self.touched = False
         self.seconds: dict[str, float] = {}
+        self.launched = threading.Event()
         self.ended = threading.Event()
         self.left = threading.Event()
         self._lock = threading.Lock()
@@ -82,6 +84,7 @@ class Operation:
             self._result, self._error = result, error
             self._state = OpState.FAILED if error is not None else OpState.DONE
         self.ended.set()
+        self.launched.set()
         return True
 
     def status(self) -> OpStatus:

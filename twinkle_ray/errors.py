@@ -12,6 +12,7 @@
     └── SyncError              a sync did not reach its end; says in which phase and because of whom
         ├── SyncTimeout        a deadline passed (also a TimeoutError)
         ├── PeerLost           an actor or a worker process died
+        ├── NotAgreed          what was agreed with a member holds no more; refused before the first byte
         └── SyncAborted        another member of the group failed first
 
 All of them cross process borders: they pickle with their fields, and a cause is kept as text in
@@ -27,6 +28,7 @@ __all__ = [
     "BackendUnavailable",
     "ConfigError",
     "ManifestMismatch",
+    "NotAgreed",
     "PeerLost",
     "ReplicaUnavailable",
     "SyncAborted",
@@ -142,6 +144,11 @@ class SyncTimeout(SyncError, TimeoutError):
 
 class PeerLost(SyncError):
     """A member of the group is gone: its process died or its connection closed."""
+
+
+class NotAgreed(SyncError):
+    """A member refuses to begin because what was agreed with it holds no more: its model, its group or its version is
+    another one. Nothing was written anywhere. The manager then agrees anew."""
 
 
 class SyncAborted(SyncError):

@@ -18,6 +18,7 @@ from twinkle_ray import classic, topology
 from twinkle_ray.errors import (
     ConfigError,
     ManifestMismatch,
+    NotAgreed,
     ReplicaUnavailable,
     SyncError,
     VerifyError,
@@ -134,6 +135,7 @@ class CheckpointEngineManager:
         self._sleeping: dict[str, set[str]] = {}
         self._group: _Group | None = None
         self._agreed: _Agreed | None = None
+        self._version = 0
         self._closed = False
         self._busy = threading.Lock()
 
@@ -295,20 +297,9 @@ class CheckpointEngineManager:
     def _sync_group(self, in_flight: str, phases: dict[str, float], start: float) -> SyncReport:
         deadline = Deadline.after(self.timeout_s)
         try:
-            with _timed(phases, "prepare"):
-                trainers, rollouts, devices = self._look(deadline)
-            mode = self._mode_for([t.device for t in trainers.values()][:1] + devices)
-            pids = (*(s.pid for s in trainers.values()), *(s.pid for s in rollouts.values()))
-            if not self._stands(mode, pids, trainers, rollouts):
-                with _timed(phases, "init"):
-                    self._connect(mode, pids, rollouts, deadline)
-            fresh = self._agreed is None or self._agreed.digest != trainers["trainer[0]"].digest
-            if fresh:
-                with _timed(phases, "agree"):
-                    self._agree(trainers, deadline)
-            with _timed(phases, "transfer"):
-                version = 1 + max(status.version for status in rollouts.values())
-                results = self._transfer(version, in_flight, fresh, deadline)
+            results = self._sync_as_agreed(in_flight, phases, deadline)
+            if results is None:
+                results = self._sync_anew(in_flight, phases, deadline)
         except SyncError as error:
             self._group = self._agreed = None
             error.versions = self._ask_rollouts("weights_version")
@@ -321,14 +312,52 @@ class CheckpointEngineManager:
         assert self._agreed is not None
         assert self._group is not None
         return SyncReport(
-            version=version,
+            version=self._version,
             mode=self._group.mode,
             tensors=len(self._agreed.wire),
             nbytes=self._agreed.wire.nbytes,
             seconds=time.perf_counter() - start,
             phases=phases,
             replicas=tuple(ReplicaReport(name=r.name, **results[r.name]) for r in self._replicas),
+            sender=results[self._trainers[0].name]["seconds"],
         )
+
+    def _sync_as_agreed(
+        self, in_flight: str, phases: dict[str, float], deadline: Deadline
+    ) -> dict[str, dict[str, Any]] | None:
+        """The steady state: one round of calls, in which each member compares for itself what was agreed with what
+        it holds. ``None``: nothing was agreed yet, or it holds no more; then nothing was written.
+
+        Several trainers are always asked first: if one of them saw a change alone and refused, the others would wait
+        for it in a gather that nothing ends.
+        """
+        if self._agreed is None or self._group is None or len(self._trainers) > 1:
+            return None
+        try:
+            with _timed(phases, "transfer"):
+                return self._transfer(self._version + 1, in_flight, False, deadline, after=self._version)
+        except NotAgreed as error:
+            logger.info("agreeing anew: %s", error)
+            self._group = self._agreed = None
+            phases["refused"] = phases.pop("transfer")
+            return None
+
+    def _sync_anew(self, in_flight: str, phases: dict[str, float], deadline: Deadline) -> dict[str, dict[str, Any]]:
+        """Ask everyone, make a group and agree on the manifest where that is needed, and send."""
+        with _timed(phases, "prepare"):
+            trainers, rollouts, devices = self._look(deadline)
+        mode = self._mode_for([t.device for t in trainers.values()][:1] + devices)
+        pids = (*(s.pid for s in trainers.values()), *(s.pid for s in rollouts.values()))
+        if not self._stands(mode, pids, trainers, rollouts):
+            with _timed(phases, "init"):
+                self._connect(mode, pids, rollouts, deadline)
+        fresh = self._agreed is None or self._agreed.digest != trainers["trainer[0]"].digest
+        if fresh:
+            with _timed(phases, "agree"):
+                self._agree(trainers, deadline)
+        with _timed(phases, "transfer"):
+            version = 1 + max(status.version for status in rollouts.values())
+            return self._transfer(version, in_flight, fresh, deadline)
 
     def _look(
         self, deadline: Deadline
@@ -449,7 +478,9 @@ class CheckpointEngineManager:
         )
         self._agreed = _Agreed(digest=own.digest, wire=wire, own=own)
 
-    def _transfer(self, version: int, in_flight: str, fresh: bool, deadline: Deadline) -> dict[str, dict[str, Any]]:
+    def _transfer(
+        self, version: int, in_flight: str, fresh: bool, deadline: Deadline, after: int | None = None
+    ) -> dict[str, dict[str, Any]]:
         agreed, group = self._agreed, self._group
         assert agreed is not None
         assert group is not None
@@ -466,6 +497,7 @@ class CheckpointEngineManager:
                     "in_flight": in_flight,
                     "group": group.name,
                     "manifest": agreed.wire.as_json() if fresh else None,
+                    "after": after,
                 },
             )
             for r in self._replicas
@@ -481,7 +513,9 @@ class CheckpointEngineManager:
             )
             for t, rank in zip(self._trainers, group.topology.trainer_ranks, strict=True)
         }
-        return self._round("transfer", deadline, group.topology, group.name).run(members)
+        results = self._round("transfer", deadline, group.topology, group.name).run(members)
+        self._version = version
+        return results
 
     # --- other ways --------------------------------------------------------------------------------------------
 

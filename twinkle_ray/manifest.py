@@ -119,6 +119,8 @@ class Manifest:
     tensors: tuple[TensorMeta, ...]
     digest: str = field(init=False)
     """64-bit hash of names, shapes, dtypes, kinds and order, as 16 hex digits. Equal manifests, equal digests."""
+    nbytes: int = field(init=False)
+    """Bytes of all tensors."""
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -129,16 +131,13 @@ class Manifest:
                 seen.add(name)
         text = json.dumps(self.as_json(), separators=(",", ":"), ensure_ascii=True)
         object.__setattr__(self, "digest", hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+        object.__setattr__(self, "nbytes", sum(meta.nbytes for meta in self.tensors))
 
     def __iter__(self) -> Iterator[TensorMeta]:
         return iter(self.tensors)
 
     def __len__(self) -> int:
         return len(self.tensors)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(meta.nbytes for meta in self.tensors)
 
     def with_dtypes(self, dtypes: Iterable[str]) -> Manifest:
         """The same tensors with other wire dtypes, in order."""

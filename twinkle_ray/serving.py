@@ -20,6 +20,7 @@ import torch
 
 from twinkle_ray.digest import assemble
 from twinkle_ray.errors import (
+    NotAgreed,
     ReplicaUnavailable,
     SyncAborted,
     SyncError,
@@ -33,6 +34,7 @@ from twinkle_ray.worker import WorkerSide, unpack_status
 
 _SLICE_S = 0.2
 _GRACE_S = 2.0
+_LAUNCH_S = 0.2
 _HARMLESS = ("prepare", "agree", "digest")
 """Operations that change nothing; a new one need not wait for their end."""
 _OVERTAKEN_S = 5.0
@@ -79,7 +81,7 @@ class Target(Protocol):
         """Stay paused; requests get this error."""
         ...
 
-    async def after_load(self) -> None:
+    async def drop_caches(self) -> None:
         """Drop what was computed with the old weights (prefix cache and the like); raises if it cannot."""
         ...
 
@@ -114,7 +116,7 @@ class ModuleTarget:
     async def refuse(self, error: ReplicaUnavailable) -> None:
         pass
 
-    async def after_load(self) -> None:
+    async def drop_caches(self) -> None:
         pass
 
     async def asleep(self) -> tuple[str, ...]:
@@ -365,10 +367,20 @@ class Serving:
         else:
             await asyncio.sleep(min(0.02, 0.001 * (1 + naps)))
 
-    async def _in_workers(self, running: _Running, deadline: Deadline, method: str, *args: Any) -> list[OpStatus]:
-        """Start a method in all workers and follow it to its end; on the first failure give the others up too."""
+    async def _in_workers(
+        self,
+        running: _Running,
+        deadline: Deadline,
+        method: str,
+        *args: Any,
+        meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> list[OpStatus]:
+        """Start a method in all workers, do something ``meanwhile``, and follow the method to its end; on the first
+        failure give the others up too."""
         try:
             await self.target.call(method, *args, timeout_s=deadline.remaining() + 10.0)
+            if meanwhile is not None:
+                await meanwhile()
             return await self._follow(running, deadline)
         except (Exception, asyncio.CancelledError) as error:
             try:
@@ -449,17 +461,40 @@ class Serving:
         in_flight: str = "wait",
         manifest: list[Any] | None = None,
         group: str | None = None,
+        after: int | None = None,
     ) -> dict[str, Any]:
+        """One sync of the agreed manifest.
+
+        Args:
+            manifest: to remember first; ``None``: it was given with an earlier sync.
+            group: in which it comes; ``None``: in whichever this rollout is.
+            after: the version that must be held now; ``None``: any.
+
+        Raises:
+            NotAgreed: this rollout's group, version or sleep is not what the driver takes it for.
+        """
         if group is not None and group != self._group:
-            raise SyncError(
-                "another sync has taken this rollout into a group of its own; one manager at a time may use it",
+            raise NotAgreed(
+                "this rollout is not in the group of this sync: it lost it, or another sync has taken it into a group "
+                "of its own; one manager at a time may use it",
                 phase="transfer",
             )
+        self._asleep = tuple(await self.target.asleep())
+        if after not in (None, self.version):
+            await self._give_up(f"this rollout holds version {self.version} of its weights, not {after}")
+        if "weights" in self._asleep:
+            await self._give_up(f"this rollout is asleep ({', '.join(self._asleep)})")
         if manifest is not None:
             await self.target.call("remember", manifest, timeout_s=60.0)
         return await self._update(
             running, version, in_flight, timeout_s, lambda left: ("receive", digest, bucket_size, left)
         )
+
+    async def _give_up(self, reason: str) -> None:
+        """Refuse before anything was begun. The others wait in the group already, so it is given up with them."""
+        self._group = ""
+        await self.target.call("abort", reason, timeout_s=10.0)
+        raise NotAgreed(reason, phase="transfer")
 
     async def _receive_announced(self, running: _Running, timeout_s: float, in_flight: str = "wait") -> dict[str, Any]:
         return await self._update(
@@ -474,18 +509,27 @@ class Serving:
         timeout_s: float,
         request: Callable[[float], tuple[Any, ...]],
     ) -> dict[str, Any]:
-        """Pause, receive, reset, commit, resume. Whatever happens the engine ends up serving one whole version, or
-        refusing; it is never left paused by accident."""
+        """Pause, receive and drop caches, commit, resume. Whatever happens the engine ends up serving one whole
+        version, or refusing; it is never left paused by accident.
+
+        The caches are dropped while the bytes are on the wire: nothing is computed between pause and resume, so
+        nothing of the old weights can enter them again.
+        """
         deadline = Deadline.after(timeout_s)
         start = time.perf_counter()
+
+        async def drop_caches() -> None:
+            # Both are Python: in one process the loop over the cache's blocks (6 ms for 100,000) holds up the launches.
+            await self.target.call("launched", min(_LAUNCH_S, deadline.remaining()), timeout_s=10.0)
+            start = time.perf_counter()
+            await self.target.drop_caches()
+            running.seconds["reset"] = time.perf_counter() - start
+
         try:
             await self._pause(running, in_flight, deadline)
             running.seconds["pause"] = time.perf_counter() - start
             method, *args = request(deadline.remaining())
-            statuses = await self._in_workers(running, deadline, method, *args)
-            start = time.perf_counter()
-            await self.target.after_load()
-            running.seconds["reset"] = time.perf_counter() - start
+            statuses = await self._in_workers(running, deadline, method, *args, meanwhile=drop_caches)
         except (Exception, asyncio.CancelledError) as error:
             self._group = ""
             try:

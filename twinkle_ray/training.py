@@ -11,7 +11,7 @@ import torch
 
 from twinkle_ray.digest import tensor_sha256
 from twinkle_ray.endpoint import Endpoint, Operation
-from twinkle_ray.errors import ManifestMismatch, SyncError
+from twinkle_ray.errors import ManifestMismatch, NotAgreed
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.sources import NamedWeights, WeightSource
 from twinkle_ray.transfer import send
@@ -40,14 +40,18 @@ class Training:
 
     def source(self) -> WeightSource:
         """The source of the present weights; its caches live as long as the same module is held."""
-        weights = self._weights()
-        if isinstance(weights, torch.nn.Module):
-            if weights is not self._held:
-                self._held, self._source = weights, WeightSource(weights)
-            device = self._source.device()
+        source = self._present()
+        if self._held is not None:
+            device = source.device()
             if device != self.endpoint.device:  # offloaded, or moved: other streams, perhaps another backend
                 self.endpoint.leave()
                 self.endpoint = Endpoint(device)
+        return source
+
+    def _present(self) -> WeightSource:
+        weights = self._weights()
+        if isinstance(weights, torch.nn.Module) and weights is not self._held:
+            self._held, self._source = weights, WeightSource(weights)
         return self._source
 
     def status(self) -> TrainerStatus:
@@ -110,11 +114,19 @@ class Training:
 
         Args:
             group: in which to send; ``None``: in whichever this trainer is, if any.
+
+        Raises:
+            NotAgreed: this trainer's weights are no more as agreed, or its group is not sound any more.
         """
         if self._agreed is None or self._agreed[1].digest != digest:
-            raise SyncError(f"no manifest {digest} was agreed with this trainer", phase="transfer")
+            raise NotAgreed(f"no manifest {digest} was agreed with this trainer", phase="transfer")
         own, wire = self._agreed
-        self._current(own)
+        self._present()
+        if self._held is None:  # of a module this is seen when its stream is opened
+            try:
+                self._current(own)
+            except ManifestMismatch as error:
+                raise NotAgreed(str(error), phase="transfer") from error
         return self._send(wire, bucket_size, Deadline.after(timeout_s), announced=False, name=group)
 
     def send_announced(self, bucket_size: int, timeout_s: float) -> dict[str, Any]:
@@ -124,7 +136,7 @@ class Training:
     def _send(
         self, wire: Manifest, bucket_size: int, deadline: Deadline, *, announced: bool, name: str | None = None
     ) -> dict[str, Any]:
-        source = self.source()
+        source = self._present()
 
         def work(operation: Operation) -> dict[str, Any]:
             if self.rank is None and name is None:
@@ -133,17 +145,32 @@ class Training:
             if operation.group is not None and name not in (None, operation.group.group_name):
                 operation.group = None  # another sync's, and not to be given up with this one
             group = operation.group
+            try:
+                stream = source.tensors(wire)
+            except ManifestMismatch as error:
+                raise NotAgreed(str(error), phase="transfer") from error
             # On an error the stream's exit still makes the gathers that the other trainer ranks are in.
-            with source.tensors(wire) as tensors:
+            with stream as tensors:
                 if group is None:
-                    raise SyncError(
+                    raise NotAgreed(
                         "this trainer is not in the group of this sync: it never joined, or another sync has taken it "
                         "into a group of its own; one manager at a time may use it",
                         phase="transfer",
                     )
+                if group.failure is not None:
+                    raise NotAgreed(
+                        f"this trainer's group broke since the last sync: {group.failure}", phase="transfer"
+                    )
+                if tensors.device not in (None, self.endpoint.device):
+                    raise NotAgreed(
+                        f"this trainer's weights moved from {self.endpoint.device} to {tensors.device} since its group "
+                        "was made",
+                        phase="transfer",
+                    )
                 try:
                     # What the caller has put on the device (an optimizer step on any stream) must have ended.
-                    _fence(self.endpoint.device)
+                    with operation.timed("fence"):
+                        _fence(self.endpoint.device)
                     if announced:
                         announce(operation, group, wire, bucket_size)
                     send(group, tensors, wire, bucket_size, operation)

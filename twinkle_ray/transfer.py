@@ -23,6 +23,7 @@ import torch
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.digest import bytes_view
 from twinkle_ray.endpoint import Operation
+from twinkle_ray.errors import ManifestMismatch, NotAgreed
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.plan import Chunk, plan_chunks
 from twinkle_ray.sinks import LoadReport, Sink
@@ -111,7 +112,10 @@ def receive(
         operation.step += 1
 
     try:
-        sink.begin(manifest)
+        try:
+            sink.begin(manifest)
+        except ManifestMismatch as error:
+            raise NotAgreed(str(error), phase="transfer") from error
         with operation.timed("wait"):
             group.rally()
             group.synchronize(operation.deadline)
@@ -133,6 +137,7 @@ def receive(
                 flight.launch(views, src=source, staged=staged)
             while flight.staged >= _STAGED:
                 land()
+        operation.launched.set()
         while flight.chunks:
             land()
         with operation.timed("wire"):

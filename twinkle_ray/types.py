@@ -171,8 +171,11 @@ class SyncReport:
         mode: the transport: ``gloo``, ``nccl``, ``hccl``, ``naive``.
         tensors, nbytes: sent once, however many replicas received them.
         seconds: from call to return.
-        phases: seconds per phase: ``prepare``, ``transfer``, and where needed ``sleep``, ``init``, ``agree``.
+        phases: seconds per phase: ``transfer``, and where needed ``sleep``, ``prepare``, ``init``, ``agree``; and
+            ``refused``, if what was agreed turned out to hold no more.
         replicas: one record per rollout.
+        sender: seconds of the first trainer's parts: ``fence`` (what was on its device had to end), ``gather``,
+            ``wire``.
     """
 
     version: int
@@ -182,6 +185,7 @@ class SyncReport:
     seconds: float
     phases: dict[str, float]
     replicas: tuple[ReplicaReport, ...]
+    sender: dict[str, float] = field(default_factory=dict)
 
     @property
     def gb_per_s(self) -> float:

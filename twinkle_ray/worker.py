@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from twinkle_ray.endpoint import Endpoint, Operation
-from twinkle_ray.errors import SyncError, TwinkleRayError, mismatch
+from twinkle_ray.errors import NotAgreed, SyncError, TwinkleRayError, mismatch
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.sinks import Sink
 from twinkle_ray.stream import receive_frame, send_frame
@@ -65,17 +65,20 @@ class WorkerSide:
         """Start to receive one sync of the remembered manifest.
 
         Raises:
-            SyncError: no manifest of this digest was agreed here, or this process is in no group.
+            NotAgreed: no manifest of this digest was agreed here. The operation itself: this process is in no group, or
+                in one that is not sound any more, or its model has changed.
         """
         self._operation = None
         manifest = self._manifests.get(digest)
         if manifest is None:
-            raise SyncError(f"no manifest {digest} was agreed with this worker", phase="transfer")
+            raise NotAgreed(f"no manifest {digest} was agreed with this worker", phase="transfer")
 
         def work(operation: Operation) -> dict[str, Any]:
             group = operation.group
             if group is None:
-                raise SyncError("this worker is in no sync group", phase="transfer")
+                raise NotAgreed("this worker is in no sync group", phase="transfer")
+            if group.failure is not None:
+                raise NotAgreed(f"this worker's group broke since the last sync: {group.failure}", phase="transfer")
             self._last = manifest
             return asdict(receive(group, self.sink, manifest, bucket_size, operation))
 
@@ -108,6 +111,12 @@ class WorkerSide:
         if wait_s > 0:
             operation.ended.wait(wait_s)
         return pack_status(operation.status())
+
+    def launched(self, wait_s: float) -> bool:
+        """Whether the last started operation has launched all that it has for the wire, after at most ``wait_s``
+        seconds. Other work in this process no longer holds it up then."""
+        operation = self._operation
+        return operation is None or operation.launched.wait(wait_s)
 
     def abort(self, reason: str) -> None:
         """Give up the running operation and the group."""

@@ -67,6 +67,8 @@ class Trainer(TrainActorMixin):
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(0.001)
+        if parameter.is_cuda:
+            torch.cuda.synchronize()  # the step is not what is measured
 
     def raw(self, nbytes: int, rounds: int) -> list[float]:
         return broadcast_raw(self._TrainActorMixin__twinkle_training.endpoint, nbytes, rounds)  # type: ignore[attr-defined]
@@ -75,6 +77,9 @@ class Trainer(TrainActorMixin):
 class ModuleRollout(RolloutActorMixin):
     def __init__(self, shapes: Shapes, device: str, folder: str, child: bool) -> None:
         self.model = Shaped(shapes, device)
+
+    def generate(self) -> None:
+        """A module has nothing to generate with."""
 
     def raw(self, nbytes: int, rounds: int) -> list[list[float]]:
         return [broadcast_raw(self._RolloutActorMixin__twinkle_serving.target._side.endpoint, nbytes, rounds)]  # type: ignore[attr-defined]
@@ -102,6 +107,12 @@ class EngineRollout(RolloutActorMixin):
             worker_extension_cls="twinkle_ray.vllm.worker.WorkerExtension",  # also where nothing is installed by pip
             **more,
         )
+        self.sampling = vllm.SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+
+    def generate(self) -> None:
+        """Fills the prefix cache, so that each sync has something to drop."""
+        prompts = [{"prompt_token_ids": [1, 5, 9, 2, 7] * 20}]
+        self.llm.generate(prompts, self.sampling, use_tqdm=False)
 
     def raw(self, nbytes: int, rounds: int) -> list[list[float]]:
         return self.llm.collective_rpc(raw_in_worker, args=(nbytes, rounds))
@@ -122,12 +133,13 @@ def measure(model: str, kind: str, options: argparse.Namespace) -> dict[str, Any
                 ray.get([trainer.checkpoint_status.remote(), rollout.checkpoint_status.remote()], timeout=600)
                 reports = []
                 for _ in range(2 + options.rounds):
-                    ray.get(trainer.step.remote())
+                    ray.get([trainer.step.remote(), rollout.generate.remote()], timeout=300)
                     reports.append(manager.sync_weights())
                 nbytes = reports[-1].nbytes
                 rounds = options.rounds
-                sent, received = ray.get([trainer.raw.remote(nbytes, rounds), rollout.raw.remote(nbytes, rounds)])
-                checked = manager.verify()
+                raws = [trainer.raw.remote(nbytes, rounds), rollout.raw.remote(nbytes, rounds)]
+                sent, received = ray.get(raws, timeout=300)
+                compared = manager.verify().compared if options.verify else None
         finally:
             ray.kill(trainer)
             ray.kill(rollout)
@@ -150,7 +162,8 @@ def measure(model: str, kind: str, options: argparse.Namespace) -> dict[str, Any
         "proof s": round(first.replicas[0].seconds.get("proof", 0.0), 2),
         "phases ms": _ms(reports[-1].phases),
         "replica ms": _ms(last.seconds),
-        "compared": checked.compared,
+        "sender ms": _ms(reports[-1].sender),
+        "compared": compared,
     }
 
 
@@ -178,6 +191,7 @@ def main() -> None:
     parser.add_argument("--rollouts", nargs="+", default=["module", "engine"], choices=["module", "engine", "child"])
     parser.add_argument("--scale", type=int, default=7, help="divides widths; 1: full size")
     parser.add_argument("--rounds", type=int, default=10, help="measured syncs, after two that are not")
+    parser.add_argument("--verify", action="store_true", help="compare SHA-256 sums in the end (7B: a minute)")
     parser.add_argument("--out", type=Path, help="also write the table here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tw-", dir="/tmp") as folder:

@@ -47,7 +47,7 @@ def test_rollouts_follow_the_trainer_bit_for_bit(actors: Any) -> None:
         assert report.nbytes == sum(v.numel() * v.element_size() for v in TrainerBase(0).model.state_dict().values())
         assert [r.name for r in report.replicas] == ["rollout[0]", "rollout[1]"]
         assert all(r.tensors == report.tensors and r.nbytes == report.nbytes for r in report.replicas)
-        assert {"prepare", "transfer"} == set(report.phases)
+        assert {"transfer"} == set(report.phases)
         assert report.seconds >= sum(report.phases.values()) * 0.99
         assert "\n" not in str(report)
         assert f"sync v{report.version}" in str(report)

@@ -44,7 +44,7 @@ class FakeTarget:
         self.draining = 0.0
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        if method != "poll":
+        if method not in ("poll", "launched"):
             self.events.append(method)
         if method in self.fail:
             raise self.fail[method]
@@ -67,8 +67,8 @@ class FakeTarget:
     async def refuse(self, error: ReplicaUnavailable) -> None:
         self.events.append("refuse")
 
-    async def after_load(self) -> None:
-        self.events.append("after_load")
+    async def drop_caches(self) -> None:
+        self.events.append("drop_caches")
 
     async def asleep(self) -> tuple[str, ...]:
         return ()
@@ -196,7 +196,7 @@ def test_on_an_event_loop_an_operation_begins_when_the_one_before_has_ended() ->
             time.sleep(0.01)
         rollout.start("new", "leave", {})
         assert end_of(rollout, "new").state is OpState.DONE
-        assert target.events == ["pause", "receive", "abort", "resume", "leave"]
+        assert target.events == ["pause", "receive", "drop_caches", "abort", "resume", "leave"]
 
     on_loop(body)
 

@@ -425,7 +425,7 @@ def llm_engine(root: Path) -> dict[str, Any]:
         newcomer = Client(llm) if mode != "keep" else None
         time.sleep(0.3)
         early, later = client.heard, newcomer and newcomer.heard
-        now(engine.after_load())
+        now(engine.drop_caches())
         now(engine.resume())
         late = [client.outcome(), newcomer.outcome() if newcomer else None]
         facts[mode] = {"early": early, "newcomer": later, "late": late}
@@ -443,7 +443,7 @@ def llm_engine(root: Path) -> dict[str, Any]:
     now(engine.pause("wait", Deadline.after(20)))
     engine.door.wait_s = 0.2
     facts["impatient"] = Client(llm).outcome()
-    now(engine.after_load())
+    now(engine.drop_caches())
     now(engine.resume())
     facts["healed"] = Client(llm).outcome()
     now(engine.pause("wait", Deadline.after(20)))
@@ -529,7 +529,7 @@ async def _async_llm(root: Path) -> dict[str, Any]:
         newcomer = asyncio.create_task(client())
         await asyncio.sleep(0.3)
         early, later = task.done() and task.result(), newcomer.done()
-        await engine.after_load()
+        await engine.drop_caches()
         await engine.resume()
         facts[mode] = {"early": early or None, "newcomer": later or None, "late": [await task, await newcomer]}
     task = asyncio.create_task(client())
@@ -549,7 +549,7 @@ async def _async_llm(root: Path) -> dict[str, Any]:
     await engine.pause("wait", Deadline.after(20))
     engine.wait_s = 0.2
     facts["impatient"] = await one("closed")
-    await engine.after_load()
+    await engine.drop_caches()
     await engine.resume()
     facts["healed"] = await client()
     await engine.sleep(1)

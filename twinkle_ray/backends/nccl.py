@@ -41,7 +41,8 @@ _OTHERS_FAULT = (2, 6)  # ncclSystemError (a network call failed), ncclRemoteErr
 
 _SPIN_S = 0.001
 _SLEEP_MIN_S = 50e-6
-_SLEEP_MAX_S = 1e-3
+_SLEEP_MAX_S = 2e-4
+_ASK_TRANSPORT_S = 5e-3
 _ABORT_S = 5.0
 _LAUNCH_S = 0.2
 
@@ -233,6 +234,7 @@ class NcclGroup(SyncGroup):
         self._marks = [(later, number - held) for later, number in self._marks[count:]]
 
     def _poll(self, event: Any, deadline: Deadline) -> None:
+        ask_at = time.monotonic() + _ASK_TRANSPORT_S
         spin_until = time.monotonic() + _SPIN_S
         pause = _SLEEP_MIN_S
         while not event.query():
@@ -245,12 +247,14 @@ class NcclGroup(SyncGroup):
                     ),
                     tell=True,
                 )
-            if time.monotonic() < spin_until:
+            now = time.monotonic()
+            if now < spin_until:
                 continue
             time.sleep(pause)
             pause = min(2 * pause, _SLEEP_MAX_S)
-            if pause == _SLEEP_MAX_S:
+            if now > ask_at:
                 self._check_transport()
+                ask_at = now + _ASK_TRANSPORT_S
 
     def _check_transport(self) -> None:
         """Raise if NCCL has met an error by itself, such as a network connection that broke."""

@@ -116,6 +116,12 @@ class Door:
         """The engine's answer, and true as long as a caller has outputs or an error to fetch."""
         return bool(self._outputs) or self._dropped or self._has_unfinished()
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs. While the door is closed it stays so."""
+        with self.lock:
+            return not self._has_unfinished()
+
     def close(self) -> None:
         """Let no new request in; running ones go on."""
         with self.lock:

@@ -85,6 +85,7 @@ class LLMEngine:
         self.kind = "llm in process" if self._in_process else "llm in child process"
         self._extended = _is_extended(self._engine.vllm_config)
         self._asleep: set[str] = set()
+        self._sleep_known = False
         self._core_paused = False
         self._core_sleep: Callable[..., Any] = self._engine.sleep
         self._core_wake: Callable[..., Any] = self._engine.wake_up
@@ -148,7 +149,8 @@ class LLMEngine:
                     self.door.drain(deadline)
                 else:
                     self.door.freeze(abort=mode == "abort")
-            elif not self._core_paused and not self._ask("is_sleeping", _GRACE_S, self._engine.is_sleeping):
+            elif not self._core_paused and not self.door.idle and not await self.asleep():
+                # An idle child computes nothing as long as the door is closed, and two calls to it are saved.
                 self._core_paused = True
                 try:
                     self._ask("pause", deadline.remaining(), lambda: self._core_sleep(level=0, mode=mode))
@@ -171,7 +173,7 @@ class LLMEngine:
         """Stay paused; running, waiting and new requests get this error."""
         self.door.refuse(error)
 
-    async def after_load(self) -> None:
+    async def drop_caches(self) -> None:
         """Drop what was computed with the old weights.
 
         Raises:
@@ -188,13 +190,16 @@ class LLMEngine:
             self._ask("reset_encoder_cache", _GRACE_S * 2, engine.reset_encoder_cache)
 
     async def asleep(self) -> tuple[str, ...]:
-        """Memory tags that sleep, sorted. Of a child engine that slept before it was adapted, all are assumed to."""
+        """Memory tags that sleep, sorted. A child engine is asked once, and if it slept before it was adapted, all are
+        assumed to; from then on each call that changes it comes by here."""
         if self._in_process:
             executor = self._engine.engine_core.engine_core.model_executor
             return tuple(sorted(getattr(executor, "sleeping_tags", self._asleep)))
-        if self._asleep or self._core_paused:
-            return tuple(sorted(self._asleep))
-        return _ALL_TAGS if self._ask("is_sleeping", _GRACE_S, self._engine.is_sleeping) else ()
+        if not self._sleep_known and not self._core_paused:
+            if self._ask("is_sleeping", _GRACE_S, self._engine.is_sleeping):
+                self._asleep |= set(_ALL_TAGS)
+            self._sleep_known = True
+        return tuple(sorted(self._asleep))
 
     async def sleep(self, level: int) -> None:
         """``LLM.sleep``."""
@@ -297,6 +302,7 @@ class AsyncEngine:
         self._error: ReplicaUnavailable | None = None
         self._core_paused = False
         self._asleep: set[str] = set()
+        self._sleep_known = False
         self._sleep: Callable[..., Any] = llm.sleep
         self._wake: Callable[..., Any] = llm.wake_up
         for name in ("generate", "encode"):
@@ -320,7 +326,7 @@ class AsyncEngine:
         mode = _mode(in_flight)
         self._closed, self._error = True, None
         try:
-            if self._core_paused or await _bounded(self._llm.is_sleeping(), _GRACE_S, "is_sleeping"):
+            if self._core_paused or await self.asleep():
                 return
             self._core_paused = True
             try:
@@ -343,8 +349,8 @@ class AsyncEngine:
         self._closed, self._error, self._core_paused = True, error, True
         await _bounded(self._pause_generation("abort"), _GRACE_S * 2, "abort")
 
-    async def after_load(self) -> None:
-        """See :meth:`LLMEngine.after_load`."""
+    async def drop_caches(self) -> None:
+        """See :meth:`LLMEngine.drop_caches`."""
         llm = self._llm
         for kwargs in _reset_attempts(llm.reset_prefix_cache):
             if await _bounded(llm.reset_prefix_cache(**kwargs), _GRACE_S * 2, "reset_prefix_cache") is not False:
@@ -356,9 +362,11 @@ class AsyncEngine:
 
     async def asleep(self) -> tuple[str, ...]:
         """See :meth:`LLMEngine.asleep`."""
-        if self._asleep or self._core_paused:
-            return tuple(sorted(self._asleep))
-        return _ALL_TAGS if await _bounded(self._llm.is_sleeping(), _GRACE_S, "is_sleeping") else ()
+        if not self._sleep_known and not self._core_paused:
+            if await _bounded(self._llm.is_sleeping(), _GRACE_S, "is_sleeping"):
+                self._asleep |= set(_ALL_TAGS)
+            self._sleep_known = True
+        return tuple(sorted(self._asleep))
 
     async def sleep(self, level: int) -> None:
         """``AsyncLLM.sleep``."""
