@@ -251,8 +251,8 @@ class Endpoint:
                 operation.left.set()
                 timer.cancel()
 
-        timer.start()
         thread.submit(run)
+        timer.start()  # behind the work, which need not wait for a thread to be made; cancelled before, it ends at once
         return operation
 
     def abort(self, reason: str) -> None:

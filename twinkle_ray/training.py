@@ -50,8 +50,9 @@ class Training:
 
     def _present(self) -> WeightSource:
         weights = self._weights()
-        if isinstance(weights, torch.nn.Module) and weights is not self._held:
-            self._held, self._source = weights, WeightSource(weights)
+        held = weights if isinstance(weights, torch.nn.Module) else None
+        if held is None or held is not self._held:
+            self._held, self._source = held, WeightSource(weights)
         return self._source
 
     def status(self) -> TrainerStatus:

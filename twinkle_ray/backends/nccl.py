@@ -173,8 +173,8 @@ class NcclGroup(SyncGroup):
     def _bcast(self, comm: Any, views: Sequence[torch.Tensor], src: int, stream: int) -> None:
         uint8 = self._nccl.NCCL_UINT8
         for view in views:
-            if view.numel():
-                comm.bcast(view.data_ptr(), view.numel(), uint8, src, stream)  # counts in 64 bits
+            if count := view.numel():
+                comm.bcast(view.data_ptr(), count, uint8, src, stream)  # counts in 64 bits
 
     def _launch(self, calls: Callable[[Any, int], None], held: list[Any]) -> None:
         """Put NCCL calls into one group launch on our stream, behind the current stream's work."""
