@@ -74,7 +74,7 @@ SHARE = 0.1
 
 _MIB = 1 << 20
 _SLACK = 64 * _MIB
-_SPIN = 40_000_000  # cycles: about 20 ms
+_SPIN = 60_000_000  # cycles: about 30 ms
 _START_S = 120.0
 
 
@@ -285,12 +285,10 @@ def check_exception(bench: Bench) -> None:
         error = failure(bench.manager)
         took = time.monotonic() - start
         state = settled(bench.rollout)
-        refuses = None
         if state is not Contents.MIXED:
             assert get(bench.rollout.sums.remote()) == old, f"{state}, but it holds other weights than before"
-        elif bench.serves:
-            refuses = refused(bench.rollout)
-            assert refuses, "it generates with a mixture of weights"
+        refuses = refused(bench.rollout) if bench.serves else None
+        assert refuses in (None, state is Contents.MIXED), f"it holds {state}; refuses to generate: {refuses}"
         start = time.monotonic()
         bench.manager.sync_weights()
         healed = time.monotonic() - start
@@ -499,15 +497,15 @@ def from_disk(small: Small, trainer: Any, by_file: bool = False) -> SyncReport:
 
 
 def check_disk(small: Small, trainer: Any) -> None:
+    report = from_disk(small, trainer)
     if small.model != "qwen3_moe":
-        report = from_disk(small, trainer)
         assert share(report) == 1, report
         return
-    # Hugging Face stacks experts, and each goes to many places: copied there. By the file's names each has one.
-    report = from_disk(small, trainer)
-    assert small.options.device == "cpu" or report.replicas[0].path == "in place", report
-    report = from_disk(small, trainer, by_file=True)
-    assert small.options.device == "cpu" or share(report) == 1, report
+    # Hugging Face stacks experts, and each stack goes to many places: copied there. By the file's names each has one.
+    by_file = from_disk(small, trainer, by_file=True)
+    if small.options.device == "cuda":
+        assert share(by_file) == 1, by_file
+        assert report.replicas[0].path == "in place", report
 
 
 def check_fp8(small: Small, trainer: Any) -> None:
@@ -525,20 +523,28 @@ def check_sleep(small: Small, trainer: Any) -> None:
             require_equal_sums(trainer, small.actor)
             return get(small.actor.generate.remote()), share(report)
 
-        fresh, direct = sync(0)
-        found = {"vllm": version, "direct": direct}
+        fresh: dict[int, list[list[int]]] = {}
+        for seed in (1, 0):
+            fresh[seed], direct = sync(seed)
+        found: dict[str, Any] = {"vllm": version, "direct": direct}
         for level, seed in ((1, 1), (2, 0)):
             manager.sleep_level = level
             before = get(small.actor.memory.remote())
             manager.sleep_rollout()
             freed = round((before - get(small.actor.memory.remote())) / _MIB)
-            found[f"freed_by_level_{level}_mib"] = freed if small.options.device == "cuda" else None
             manager.wake_up_rollout()
             tokens, direct = sync(seed)
-            found |= {f"direct_after_level_{level}": direct, f"tokens_after_level_{level}_as_fresh": tokens == fresh}
+            found[f"level_{level}"] = {
+                "freed_mib": freed if small.options.device == "cuda" else None,
+                "direct": direct,
+                "tokens_as_without_sleep": tokens == fresh[seed],
+            }
         small.said(**found)
-    assert [found[f"tokens_after_level_{level}_as_fresh"] for level in (1, 2)] == [False, True]
-    assert [found[key] for key in ("direct", "direct_after_level_1", "direct_after_level_2")] == [1, 1, 1]
+    assert fresh[0] != fresh[1]
+    assert found["direct"] == 1
+    for after in (found["level_1"], found["level_2"]):
+        assert after["direct"] == 1
+        assert after["tokens_as_without_sleep"]
 
 
 def check_ray_executor(small: Small, trainer: Any) -> None:
