@@ -10,7 +10,7 @@ Parts: ``payload`` (the tensor list through engines driven by hand), ``module`` 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import json
 import os
 import statistics
@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -29,85 +28,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import ray
 import torch
 
+from tests.gpu.common import (
+    Common,
+    EngineRollout,
+    RolloutBase,
+    TrainerBase,
+    attempt,
+    cluster,
+    get,
+    killed,
+    make,
+    say,
+    verdict,
+)
 from tests.payload import facts, payload
-from tests.shapes import Shaped, Shapes, config_of, shapes_of
+from tests.shapes import config_of, shapes_of
 from twinkle_ray import CheckpointEngineManager, PeerLost, SyncAborted, SyncError, SyncTimeout
 from twinkle_ray.checkpoint_engine import GlooCheckpointEngine, NCCLCheckpointEngine
-from twinkle_ray.mixins import RolloutActorMixin, TrainActorMixin
-
-
-def sums(module: torch.nn.Module) -> dict[str, int]:
-    """A 64-bit sum of every parameter's bits, weighted by position, on its device."""
-    result = {}
-    for name, value in module.named_parameters():
-        bits = value.detach().contiguous().view(torch.int16).reshape(-1).to(torch.int64)
-        weights = torch.arange(bits.numel(), device=bits.device) % 8191 + 1
-        result[name] = int((bits * weights).sum().item())
-    return result
-
-
-class Common:
-    device = "cuda"
-
-    def ping(self) -> float:
-        return time.time()
-
-    def sums(self) -> dict[str, int]:
-        return sums(self.model)
-
-    def memory(self) -> int:
-        if self.device == "cpu":
-            return 0
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-
-
-class TrainerBase(TrainActorMixin, Common):
-    def __init__(self, shapes: Shapes, device: str) -> None:
-        self.device = device
-        self.model = Shaped(shapes, device)
-        self.model.fill(0)
-
-    def step(self, seed: int) -> None:
-        if self.device == "cpu":
-            self.model.fill(seed)
-            return
-        # On a side stream and not waited for: the sync must see the whole step all the same.
-        with torch.cuda.stream(torch.cuda.Stream()):
-            self.model.fill(seed)
-
-
-class RolloutBase(RolloutActorMixin, Common):
-    def __init__(self, shapes: Shapes, device: str) -> None:
-        self.device = device
-        self.model = Shaped(shapes, device)
-        self.model.fill(999)
-
-
-class EngineRollout(RolloutActorMixin, Common):
-    """A live vLLM of the 7B's shapes, with dummy weights; nothing is read from a disk but a configuration."""
-
-    def __init__(self, folder: str, device: str, child: bool) -> None:
-        self.device = device
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if child else "0"
-        import vllm
-
-        more = {"gpu_memory_utilization": 0.5} if device == "cuda" else {"kv_cache_memory_bytes": 64 << 20}
-        self.llm = vllm.LLM(
-            folder,
-            load_format="dummy",
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=256,
-            skip_tokenizer_init=True,
-            worker_extension_cls="twinkle_ray.vllm.worker.WorkerExtension",
-            **more,
-        )
-        self.sampling = vllm.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
-
-    def generate(self) -> list[int]:
-        prompt = {"prompt_token_ids": [1, 5, 9, 2, 7]}
-        return list(self.llm.generate([prompt], self.sampling, use_tqdm=False)[0].outputs[0].token_ids)
 
 
 class HandBase(Common):
@@ -141,29 +78,6 @@ class HandBase(Common):
 
     async def finalize(self) -> None:
         self.engine.finalize()
-
-
-def say(part: str, **values: Any) -> None:
-    print(json.dumps({"part": part, **values}), flush=True)
-
-
-def make(kind: Any, options: argparse.Namespace, *args: Any, **kwargs: Any) -> Any:
-    gpus = 1 if options.device == "cuda" else 0
-    return ray.remote(num_gpus=gpus, num_cpus=1)(kind).remote(*args, **kwargs)
-
-
-def get(ref: Any, timeout: float = 60) -> Any:
-    return ray.get(ref, timeout=timeout)
-
-
-@contextlib.contextmanager
-def killed(*actors: Any) -> Any:
-    try:
-        yield
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-        time.sleep(1.0)
 
 
 def part_payload(options: argparse.Namespace) -> None:
@@ -301,9 +215,10 @@ def part_vllm(options: argparse.Namespace) -> None:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         for child in (False, True):
             trainer = make(TrainerBase, options, shapes, options.device)
-            rollout = make(EngineRollout, options, folder, options.device, child)
+            rollout = make(EngineRollout, options, options.device, child)
+            more = {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": None} if options.device == "cuda" else {}
             with killed(trainer, rollout):
-                get([trainer.ping.remote(), rollout.ping.remote()], 200)
+                get([trainer.ping.remote(), rollout.start.remote(folder, load_format="dummy", **more)], 200)
                 with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
                     before = get(rollout.generate.remote())
                     reports = [manager.sync_weights() for _ in range(11)]
@@ -335,28 +250,10 @@ def main() -> int:
     parser.add_argument("--scale", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=["payload", "module", "deaths", "vllm"])
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tw-", dir="/tmp") as folder:
-        ray.init(
-            num_cpus=8,
-            num_gpus=2 if options.device == "cuda" else 0,
-            include_dashboard=False,
-            _temp_dir=folder,
-            log_to_driver=False,
-        )
-        failed = []
+    with cluster(options):
         for part in options.only:
-            start = time.monotonic()
-            try:
-                globals()[f"part_{part}"](options)
-            except BaseException as error:
-                traceback.print_exc()
-                print(getattr(error, "cause_traceback", ""), file=sys.stderr)
-                failed.append(part)
-                say(part, failed=f"{type(error).__name__}: {str(error)[:300]}")
-            say(part, total_s=round(time.monotonic() - start, 1))
-        ray.shutdown()
-    say("end", failed=failed)
-    return 1 if failed else 0
+            attempt(part, functools.partial(globals()[f"part_{part}"], options))
+    return verdict()
 
 
 if __name__ == "__main__":

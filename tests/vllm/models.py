@@ -16,8 +16,12 @@ PROMPTS = ["hello there", "the quick brown fox", "12345", "weights travel"]
 NEW_TOKENS = 12
 
 
-def make(path: Path, kind: str, seed: int) -> Path:
-    """Write one checkpoint: ``llama`` (untied), ``qwen3`` (tied) or ``qwen3_moe``."""
+def make(path: Path, kind: str, seed: int, dtype: torch.dtype = torch.float32, **other: int) -> Path:
+    """Write one checkpoint: ``llama`` (untied), ``qwen2`` (with biases), ``qwen3`` (tied) or ``qwen3_moe``.
+
+    Args:
+        other: entries of the configuration, such as ``hidden_size``.
+    """
     import transformers
 
     path.mkdir(parents=True, exist_ok=True)
@@ -35,26 +39,30 @@ def make(path: Path, kind: str, seed: int) -> Path:
         initializer_range=0.08,
         **special,
     )
-    if kind == "llama":
-        config = transformers.LlamaConfig(**common)
-    elif kind == "qwen3":
-        config = transformers.Qwen3Config(**common)
-    else:
-        config = transformers.Qwen3MoeConfig(
-            **common,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-        )
+    if kind == "qwen3_moe":
+        common |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    kinds = {
+        "llama": transformers.LlamaConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
+    }
+    config = kinds[kind](**{**common, **other})
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
-        # Norms of exactly one would hide that they are loaded.
+        # Norms of exactly one, and biases of zero, would hide that they are loaded.
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+            elif name.endswith(".bias"):
+                parameter.copy_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(path)
     return path
 
