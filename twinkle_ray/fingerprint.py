@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
@@ -31,18 +31,15 @@ class Fingerprint:
 
     def __init__(self, root: nn.Module) -> None:
         places = [place for _, _, place in walk(root)]
-        self._tables: list[dict[str, Any]] = list(chain.from_iterable(map(_TABLES, places)))
-        self._sizes = list(map(len, self._tables))
-        self._filled = [table for table in self._tables if table]
+        tables: list[dict[str, Any]] = list(chain.from_iterable(map(_TABLES, places)))
+        self._empty = [table for table in tables if not table]
+        self._filled = [table for table in tables if table]
         self._keys = list(chain.from_iterable(self._filled))
         self._values = list(chain.from_iterable(map(dict.values, self._filled)))
         self._plain = [value for value in self._values if type(value) in PLAIN]
         self._addresses = _addresses(self._plain)
-        self._fleeting = [
-            (place._non_persistent_buffers_set, set(place._non_persistent_buffers_set))
-            for place in places
-            if place._buffers
-        ]
+        self._fleeting = [place._non_persistent_buffers_set for place in places if place._buffers]
+        self._were_fleeting = list(map(set, self._fleeting))
         fsdp2 = loaded_class("torch.distributed.fsdp", "FSDPModule")
         self._sharded: list[Any] = [place for place in places if fsdp2 is not None and isinstance(place, fsdp2)]
         fsdp1 = loaded_class("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
@@ -55,11 +52,11 @@ class Fingerprint:
         for place in self._sharded:
             place.reshard()
         return (
-            list(map(len, self._tables)) == self._sizes
-            and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
+            not any(self._empty)
             and list(chain.from_iterable(self._filled)) == self._keys
+            and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
             and _addresses(self._plain) == self._addresses
-            and all(now == then for now, then in self._fleeting)
+            and all(map(eq, self._fleeting, self._were_fleeting))
         )
 
 

@@ -86,8 +86,12 @@ class WeightSource:
             raise ConfigError("the trainer has no weights: its named_weights() yields nothing")
         return Manifest(tuple(metas))
 
-    def tensors(self, wire: Manifest) -> TensorStream:
+    def tensors(self, wire: Manifest, own: str | None = None) -> TensorStream:
         """The tensors of ``wire``, in its order and its dtypes. Collective if any is sharded.
+
+        Args:
+            own: digest of the manifest in the trainer's own dtypes from which ``wire`` was agreed. If it is given, a
+                module of other dtypes has changed too; else all that can be cast is.
 
         Use it in a ``with`` block: leaving that early runs the gathers that the other ranks still wait for.
 
@@ -98,6 +102,9 @@ class WeightSource:
         if not isinstance(self._weights, nn.Module):
             return TensorStream(iter(self._weights()), wire)
         walked = self._look(self._weights)
+        if own not in (None, walked.manifest.digest):
+            _require_same(walked.manifest, wire)  # which can say more
+            raise _changed("it has other dtypes")
         if self._sent_as != (walked.manifest.digest, wire.digest):
             _require_same(walked.manifest, wire)
             self._sent_as = walked.manifest.digest, wire.digest

@@ -128,14 +128,14 @@ class Training:
                 self._current(own)
             except ManifestMismatch as error:
                 raise NotAgreed(str(error), phase="transfer") from error
-        return self._send(wire, bucket_size, Deadline.after(timeout_s), announced=False, name=group)
+        return self._send(wire, bucket_size, Deadline.after(timeout_s), own=own, name=group)
 
     def send_announced(self, bucket_size: int, timeout_s: float) -> dict[str, Any]:
         """Send the model in its own dtypes, its manifest first, to receivers that were told nothing."""
-        return self._send(self.source().manifest(), bucket_size, Deadline.after(timeout_s), announced=True)
+        return self._send(self.source().manifest(), bucket_size, Deadline.after(timeout_s))
 
     def _send(
-        self, wire: Manifest, bucket_size: int, deadline: Deadline, *, announced: bool, name: str | None = None
+        self, wire: Manifest, bucket_size: int, deadline: Deadline, *, own: str | None = None, name: str | None = None
     ) -> dict[str, Any]:
         source = self._present()
 
@@ -147,7 +147,7 @@ class Training:
                 operation.group = None  # another sync's, and not to be given up with this one
             group = operation.group
             try:
-                stream = source.tensors(wire)
+                stream = source.tensors(wire, own)
             except ManifestMismatch as error:
                 raise NotAgreed(str(error), phase="transfer") from error
             # On an error the stream's exit still makes the gathers that the other trainer ranks are in.
@@ -172,7 +172,7 @@ class Training:
                     # What the caller has put on the device (an optimizer step on any stream) must have ended.
                     with operation.timed("fence"):
                         _fence(self.endpoint.device)
-                    if announced:
+                    if own is None:  # the receivers know of no manifest yet
                         announce(operation, group, wire, bucket_size)
                     send(group, tensors, wire, bucket_size, operation)
                 except BaseException as error:
