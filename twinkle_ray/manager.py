@@ -23,7 +23,7 @@ from twinkle_ray.errors import (
     VerifyError,
     mismatch,
 )
-from twinkle_ray.manifest import Manifest, agree_dtypes
+from twinkle_ray.manifest import Manifest, agree_cuts, agree_dtypes
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.replica import Replica, Trainer, replicas_of, trainers_of
 from twinkle_ray.rounds import Call, Op, Round
@@ -442,10 +442,11 @@ class CheckpointEngineManager:
                 wanted.append(list(worker["dtypes"]))
         if problems:
             raise mismatch(tuple(problems), "the rollouts")
-        wire = own.with_dtypes(agree_dtypes(own, wanted))
+        cuts = agree_cuts(own, [worker["cuts"] for workers in answers.values() for worker in workers])
+        wire = own.with_dtypes(agree_dtypes(own, wanted)).with_cuts(cuts)
         dtypes = tuple(meta.dtype for meta in wire)
         self._round("agree", deadline).run(
-            {t.name: Call(ref=t.handle.agree_checkpoint.remote(own.digest, dtypes)) for t in self._trainers}
+            {t.name: Call(ref=t.handle.agree_checkpoint.remote(own.digest, dtypes, cuts)) for t in self._trainers}
         )
         self._agreed = _Agreed(digest=own.digest, wire=wire, own=own)
 
