@@ -58,9 +58,9 @@ class TrainActorMixin:
         """Names, shapes, dtypes and kinds of what is sent, in JSON form."""
         return self.__training().manifest()
 
-    def agree_checkpoint(self, digest: str, dtypes: tuple[str, ...]) -> str:
+    def agree_checkpoint(self, digest: str, dtypes: tuple[str, ...], cuts: tuple[tuple[int, ...], ...] = ()) -> str:
         """Fix the wire dtypes for the manifest with this digest; returns the wire manifest's digest."""
-        return self.__training().agree(digest, dtypes)
+        return self.__training().agree(digest, dtypes, cuts)
 
     def prepare_checkpoint_engine(
         self, is_master: bool, backend: str | None = None, fresh: bool = False

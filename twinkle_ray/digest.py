@@ -54,7 +54,9 @@ def bytes_view(tensor: torch.Tensor) -> torch.Tensor:
         raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()} is not contiguous")
     if tensor.numel() == 0:  # its strides may be such that no other dtype can be viewed
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return tensor.detach().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:

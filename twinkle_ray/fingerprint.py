@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twinkle_ray.names import loaded_class, walk
 
@@ -36,7 +37,8 @@ class Fingerprint:
         self._filled = [table for table in tables if table]
         self._keys = list(chain.from_iterable(self._filled))
         self._values = list(chain.from_iterable(map(dict.values, self._filled)))
-        self._plain = [value for value in self._values if type(value) in PLAIN]
+        tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
+        self._plain = [t for t in tensors if type(t) in PLAIN or not is_traceable_wrapper_subclass(t)]
         self._addresses = _addresses(self._plain)
         self._fleeting = [place._non_persistent_buffers_set for place in places if place._buffers]
         self._were_fleeting = list(map(set, self._fleeting))

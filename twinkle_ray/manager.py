@@ -24,7 +24,7 @@ from twinkle_ray.errors import (
     VerifyError,
     mismatch,
 )
-from twinkle_ray.manifest import Manifest, agree_dtypes
+from twinkle_ray.manifest import Manifest, agree_cuts, agree_dtypes
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.replica import Replica, Trainer, replicas_of, trainers_of
 from twinkle_ray.rounds import Call, Op, Round
@@ -471,10 +471,11 @@ class CheckpointEngineManager:
                 wanted.append(list(worker["dtypes"]))
         if problems:
             raise mismatch(tuple(problems), "the rollouts")
-        wire = own.with_dtypes(agree_dtypes(own, wanted))
+        cuts = agree_cuts(own, [worker["cuts"] for workers in answers.values() for worker in workers])
+        wire = own.with_dtypes(agree_dtypes(own, wanted)).with_cuts(cuts)
         dtypes = tuple(meta.dtype for meta in wire)
         self._round("agree", deadline).run(
-            {t.name: Call(ref=t.handle.agree_checkpoint.remote(own.digest, dtypes)) for t in self._trainers}
+            {t.name: Call(ref=t.handle.agree_checkpoint.remote(own.digest, dtypes, cuts)) for t in self._trainers}
         )
         self._agreed = _Agreed(digest=own.digest, wire=wire, own=own)
 
@@ -486,6 +487,17 @@ class CheckpointEngineManager:
         assert group is not None
         left = deadline.remaining()
         members: dict[str, Call | Op] = {
+            t.name: Call(
+                ref=t.handle.send_checkpoint_weights.remote(
+                    digest=agreed.wire.digest,
+                    bucket_size=self.bucket_size,
+                    timeout_s=left,
+                    group=None if rank is None else group.name,
+                )
+            )
+            for t, rank in zip(self._trainers, group.topology.trainer_ranks, strict=True)
+        }
+        members |= {
             r.name: Op(
                 handle=r.handle,
                 op="receive",
@@ -501,17 +513,6 @@ class CheckpointEngineManager:
                 },
             )
             for r in self._replicas
-        }
-        members |= {
-            t.name: Call(
-                ref=t.handle.send_checkpoint_weights.remote(
-                    digest=agreed.wire.digest,
-                    bucket_size=self.bucket_size,
-                    timeout_s=left,
-                    group=None if rank is None else group.name,
-                )
-            )
-            for t, rank in zip(self._trainers, group.topology.trainer_ranks, strict=True)
         }
         results = self._round("transfer", deadline, group.topology, group.name).run(members)
         self._version = version

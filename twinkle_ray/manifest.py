@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from twinkle_ray.errors import ConfigError, WireError
@@ -57,6 +58,8 @@ class TensorMeta:
         dtype: torch's name of the dtype that is sent, a key of :data:`ITEMSIZE`.
         kind: ``parameter`` or ``buffer``.
         aliases: further names of the same storage (tied weights); sent once, filled under every name.
+        cuts: where the wire cuts it besides, in elements from its start, ascending: a receiver that holds a part of it
+            can then take that part, and nothing else, straight into its parameter.
     """
 
     name: str
@@ -64,6 +67,7 @@ class TensorMeta:
     dtype: str
     kind: str = "parameter"
     aliases: tuple[str, ...] = ()
+    cuts: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -75,8 +79,9 @@ class TensorMeta:
         return (self.name, *self.aliases)
 
     def as_json(self) -> list[Any]:
-        """``[name, shape, dtype, kind, aliases]``: plain JSON values."""
-        return [self.name, list(self.shape), self.dtype, self.kind, list(self.aliases)]
+        """``[name, shape, dtype, kind, aliases]``, and ``cuts`` if there are any: plain JSON values."""
+        fields = [self.name, list(self.shape), self.dtype, self.kind, list(self.aliases)]
+        return [*fields, list(self.cuts)] if self.cuts else fields
 
     @staticmethod
     def from_json(value: object) -> TensorMeta:
@@ -85,9 +90,9 @@ class TensorMeta:
         Raises:
             WireError: the value is not such a list, or a field has another type or range than it must have.
         """
-        if not isinstance(value, list) or len(value) != 5:
-            raise WireError("a tensor header is not a list of 5 fields")
-        name, shape, dtype, kind, aliases = value
+        if not isinstance(value, list) or len(value) not in (5, 6):
+            raise WireError("a tensor header is not a list of 5 or 6 fields")
+        name, shape, dtype, kind, aliases, cuts = value if len(value) == 6 else [*value, []]
         if not isinstance(name, str) or not name:
             raise WireError("a tensor header has no name")
         if not isinstance(shape, list) or len(shape) > 64 or not all(_is_size(n) for n in shape):
@@ -101,7 +106,13 @@ class TensorMeta:
         # an empty tensor too: torch computes its strides from the other sizes
         if math.prod(max(n, 1) for n in shape) * ITEMSIZE[dtype] >= 1 << 62:
             raise WireError(f"tensor {name[:80]!r}: larger than any machine holds")
-        return TensorMeta(name=name, shape=tuple(shape), dtype=dtype, kind=kind, aliases=tuple(aliases))
+        if not isinstance(cuts, list) or not all(_is_size(n) for n in cuts):
+            raise WireError(f"tensor {name[:80]!r}: its cuts are not a list of sizes")
+        if cuts and not all(one < other for one, other in pairwise([0, *cuts, math.prod(shape)])):
+            raise WireError(f"tensor {name[:80]!r}: its cuts do not ascend within it")
+        return TensorMeta(
+            name=name, shape=tuple(shape), dtype=dtype, kind=kind, aliases=tuple(aliases), cuts=tuple(cuts)
+        )
 
 
 def _is_size(value: object) -> bool:
@@ -118,7 +129,7 @@ class Manifest:
 
     tensors: tuple[TensorMeta, ...]
     digest: str = field(init=False)
-    """64-bit hash of names, shapes, dtypes, kinds and order, as 16 hex digits. Equal manifests, equal digests."""
+    """64-bit hash of names, shapes, dtypes, kinds, cuts and order, as 16 hex digits. Equal manifests, equal digests."""
     nbytes: int = field(init=False)
     """Bytes of all tensors."""
 
@@ -142,6 +153,13 @@ class Manifest:
     def with_dtypes(self, dtypes: Iterable[str]) -> Manifest:
         """The same tensors with other wire dtypes, in order."""
         return Manifest(tuple(replace(meta, dtype=dtype) for meta, dtype in zip(self.tensors, dtypes, strict=True)))
+
+    def with_cuts(self, cuts: Sequence[Sequence[int]]) -> Manifest:
+        """The same tensors cut there, as :func:`agree_cuts` returns it: in order, or ``()`` for no cuts at all."""
+        if not cuts and not any(meta.cuts for meta in self.tensors):
+            return self
+        pairs = zip(self.tensors, cuts or [()] * len(self.tensors), strict=True)
+        return Manifest(tuple(replace(meta, cuts=tuple(at)) for meta, at in pairs))
 
     def as_json(self) -> list[Any]:
         return [meta.as_json() for meta in self.tensors]
@@ -179,3 +197,24 @@ def agree_dtypes(sent: Manifest, wanted: Iterable[Iterable[str | None]]) -> tupl
         castable = dtype is not None and meta.dtype in CASTABLE and dtype in CASTABLE
         result.append(dtype if dtype is not None and castable else meta.dtype)
     return tuple(result)
+
+
+def agree_cuts(sent: Manifest, wanted: Iterable[Sequence[Sequence[int]]]) -> tuple[tuple[int, ...], ...]:
+    """Where the wire cuts each tensor: wherever a receiver wants it.
+
+    Args:
+        sent: the trainer's manifest.
+        wanted: per receiver, ascending offsets in elements for each tensor in the manifest's order; ``()`` for one that
+            wants no cuts at all.
+
+    Returns:
+        Ascending offsets in elements, inside of each tensor, in the manifest's order; ``()`` if nobody wants any.
+    """
+    columns = [column for column in wanted if column]
+    if not columns:
+        return ()
+    result = []
+    for meta, *asked in zip(sent, *columns, strict=True):
+        numel = math.prod(meta.shape)
+        result.append(tuple(sorted({at for cuts in asked for at in cuts if 0 < at < numel})))
+    return tuple(result) if any(result) else ()

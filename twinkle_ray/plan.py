@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twinkle_ray.errors import ConfigError
-from twinkle_ray.manifest import Manifest
+from twinkle_ray.manifest import ITEMSIZE, Manifest
 
 DEFAULT_BUCKET_SIZE = 512 << 20
 """Bytes of one chunk at most. 512 MiB is the first seed's example; above 256 MiB the wire's rate is flat."""
@@ -56,8 +56,9 @@ class Chunk:
 def plan_chunks(manifest: Manifest, bucket_size: int) -> tuple[Chunk, ...]:
     """Cut a manifest into chunks of at most ``bucket_size`` bytes.
 
-    A tensor is cut only if it alone exceeds the bucket, and then between rows (of its first dimension) if a row
-    fits into one. Tensors complete in manifest order; those of size zero complete where they stand.
+    Segments end where the manifest cuts a tensor. Besides, a tensor is cut only if it alone exceeds the bucket, and
+    then between rows (of its first dimension) if a row fits into one; any other lies within one chunk. Tensors complete
+    in manifest order; those of size zero complete where they stand.
 
     Raises:
         ConfigError: ``bucket_size`` is not positive.
@@ -81,20 +82,23 @@ def plan_chunks(manifest: Manifest, bucket_size: int) -> tuple[Chunk, ...]:
         nbytes = meta.nbytes
         if used and used + nbytes > bucket_size:
             flush()
-        step = nbytes if nbytes <= bucket_size else _cut(meta.shape, nbytes, bucket_size)
+        row = _row(meta.shape, nbytes, bucket_size) if nbytes > bucket_size else 1
         start = 0
-        while start < nbytes:
-            stop = min(start + step, nbytes)
-            if used and used + stop - start > bucket_size:
-                flush()
-            segments.append(Segment(tensor=index, start=start, stop=stop))
-            used += stop - start
-            start = stop
+        for end in (*(at * ITEMSIZE[meta.dtype] for at in meta.cuts), nbytes):
+            while start < end:
+                stop = min((start + bucket_size - used) // row * row, end)
+                if stop <= start:  # not even a row has room; in an empty bucket one always has
+                    flush()
+                    continue
+                segments.append(Segment(tensor=index, start=start, stop=stop))
+                used += stop - start
+                start = stop
         completes.append(index)
     flush()
     return tuple(chunks)
 
 
-def _cut(shape: tuple[int, ...], nbytes: int, bucket_size: int) -> int:
+def _row(shape: tuple[int, ...], nbytes: int, bucket_size: int) -> int:
+    """Bytes between which a tensor is cut: a row, or a single one where no row fits into a bucket."""
     row = nbytes // shape[0] if shape and shape[0] else nbytes
-    return bucket_size // row * row if 0 < row <= bucket_size else bucket_size
+    return row if row <= bucket_size else 1

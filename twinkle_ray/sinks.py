@@ -1,8 +1,8 @@
 """Where received tensors go.
 
-A sink is what one process that owns parameters does with the tensors of a sync. The endpoint asks it for a buffer for
-each tensor, fills that from the wire, and hands it back; whether the buffer is the parameter itself (zero copy) or a
-tensor of its own is the sink's choice alone. Two sinks exist: :class:`ModuleSink` here for a torch module, and
+A sink is what one process that owns parameters does with the tensors of a sync. It says which bytes have a place in
+live memory, where the wire then writes them (zero copy); for each other tensor it gives a buffer, which is filled from
+the wire and handed back. Two sinks exist: :class:`ModuleSink` here for a torch module, and
 :class:`twinkle_ray.vllm.loading.EngineSink` for a vLLM worker.
 """
 
@@ -17,9 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from twinkle_ray.digest import DTYPE_NAMES, has_own_bytes, tensor_sha256, torch_dtype
+from twinkle_ray.digest import DTYPE_NAMES, bytes_view, has_own_bytes, tensor_sha256, torch_dtype
 from twinkle_ray.errors import ManifestMismatch, SyncError, UnsupportedModel
+from twinkle_ray.landing import Landing, Range, lay
 from twinkle_ray.manifest import CASTABLE, Manifest, TensorMeta
+from twinkle_ray.plan import Chunk
 from twinkle_ray.sources import collect, device_of, is_dtensor, view_key
 
 
@@ -33,6 +35,8 @@ class Agreement:
         missing: names held here for which the manifest has nothing.
         mismatched: one sentence per tensor whose shape, or not castable dtype, differs.
         ignored: names of buffers that the receiver drops by design (they are not synced and not verified).
+        cuts: per tensor of the manifest the offsets, in elements and ascending, at which the wire should cut it, so
+            that a part that is held here can be received in place; ``()`` for none at all.
     """
 
     dtypes: tuple[str | None, ...]
@@ -40,6 +44,7 @@ class Agreement:
     missing: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    cuts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -48,9 +53,14 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """How a manifest came into a model. ``direct_bytes`` went from the wire straight into parameters.
+    """How a manifest came into a model.
 
-    ``path`` names the way: ``in place``, ``load_weights``, ``layerwise reload``.
+    Attributes:
+        path: names the way: ``in place``, ``load_weights``, ``layerwise reload``.
+        tensors, nbytes: of the manifest.
+        direct_bytes: of the tensors of which every byte that is held here came from the wire straight into a parameter.
+            A worker that holds a slice of a tensor counts the whole tensor, as ``nbytes`` does.
+        seconds: per part.
     """
 
     path: str
@@ -85,13 +95,15 @@ class Piece:
 
 class Sink(Protocol):
     """One process's way of taking in weights. All calls of one sync come from one thread, in this order:
-    ``agree`` (once per manifest), ``begin``, ``arm``, then ``buffer`` for each tensor as its first chunk is launched
-    and ``ready`` with those that are complete, at last ``finish``; or ``abandon`` after an error anywhere. Tensors
-    become ready in the manifest's order, but buffers of later ones may have been asked for by then.
+    ``agree`` (once per manifest), ``begin``, ``arm``, ``landing``, then for each tensor that is not received straight
+    into live memory ``buffer`` as its first chunk is launched and ``ready`` with those that are complete, at last
+    ``finish``; or ``abandon`` after an error anywhere. Tensors become ready in the manifest's order, but buffers of
+    later ones may have been asked for by then.
     """
 
     in_place: bool
-    """Whether a buffer may be a live parameter, from ``arm`` on; if not, nothing live is written before ``ready``."""
+    """Whether a buffer may be a live parameter; if not, what ``landing`` does not name is not written before
+    ``ready``."""
 
     @property
     def device(self) -> torch.device:
@@ -110,20 +122,20 @@ class Sink(Protocol):
         """The sender has begun to send. Whatever the sink must try on live parameters it tries now.
 
         Args:
-            touch: to be called before anything live is written, here or (``in_place``) by the wire afterwards; it
-                raises if the sync was given up.
+            touch: to be called before anything live is written here; it raises if the sync was given up.
         """
+        ...
+
+    def landing(self, plan: Sequence[Chunk], device: torch.device) -> Landing:
+        """Where each segment of the plan goes that is received on ``device``. Every byte that has a place in live
+        memory on that device and can be received there is; see :func:`~twinkle_ray.landing.lay`."""
         ...
 
     def buffer(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         """A contiguous tensor of ``meta``'s shape and dtype on ``device``, to be overwritten from the wire.
 
-        It may be a live parameter. What is yielded or loaded later owns its storage: it is never reused.
+        It may be a live parameter (``in_place``). What is yielded or loaded later owns its storage: it is never reused.
         """
-        ...
-
-    def lends(self, meta: TensorMeta) -> bool:
-        """Whether the buffer given for this tensor is the live parameter, so that ``ready`` has nothing to copy."""
         ...
 
     def ready(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
@@ -196,18 +208,33 @@ class ModuleSink:
         self._load_s = 0.0
 
     def arm(self, touch: Callable[[], None]) -> None:
-        touch()
+        pass
+
+    def landing(self, plan: Sequence[Chunk], device: torch.device) -> Landing:
+        """Made anew at each sync: kept, it would hold the memory of a module that is moved in between."""
+        manifest = self._manifest
+        if manifest is None:
+            raise SyncError("landing() came before begin()", phase="transfer")
+        landing = lay(manifest, plan, [self._ranges(meta, device) for meta in manifest])
+        self._waiting = {meta.name: meta for i, meta in enumerate(manifest) if i in landing.staged}
+        self._direct = {meta.name for meta in manifest if meta.name not in self._waiting}
+        return landing
+
+    def _ranges(self, meta: TensorMeta, device: torch.device) -> tuple[Range, ...] | None:
+        first, *more = self._places[meta.name]
+        if more or not self._fits(first, meta, device):
+            return None
+        return (Range(0, nbytes, bytes_view(first)),) if (nbytes := meta.nbytes) else ()
+
+    def _fits(self, place: torch.Tensor, meta: TensorMeta, device: torch.device) -> bool:
+        return place.dtype == torch_dtype(meta.dtype) and same_device(place.device, device) and has_own_bytes(place)
 
     def buffer(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         place = self._places[meta.name][0]
-        dtype = torch_dtype(meta.dtype)
-        if place.dtype == dtype and same_device(place.device, device) and has_own_bytes(place):
+        if self._fits(place, meta, device):
             self._direct.add(meta.name)
             return place.detach()
-        return torch.empty(meta.shape, dtype=dtype, device=device)
-
-    def lends(self, meta: TensorMeta) -> bool:
-        return meta.name in self._direct and len(self._places[meta.name]) == 1
+        return torch.empty(meta.shape, dtype=torch_dtype(meta.dtype), device=device)
 
     def ready(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
         started = time.perf_counter()

@@ -73,14 +73,14 @@ class Training:
         """The manifest in the trainer's own dtypes, in JSON form."""
         return self.source().manifest().as_json()
 
-    def agree(self, digest: str, dtypes: tuple[str, ...]) -> str:
-        """Fix the wire dtypes of the manifest with this digest; the wire manifest's digest.
+    def agree(self, digest: str, dtypes: tuple[str, ...], cuts: tuple[tuple[int, ...], ...] = ()) -> str:
+        """Fix the wire dtypes and cuts of the manifest with this digest; the wire manifest's digest.
 
         Raises:
             ManifestMismatch: the model has another manifest by now, or this rank's differs from rank 0's.
         """
         manifest = self._current(digest)
-        wire = manifest.with_dtypes(dtypes)
+        wire = manifest.with_dtypes(dtypes).with_cuts(cuts)
         self._agreed = (digest, wire)
         return wire.digest
 

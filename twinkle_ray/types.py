@@ -149,7 +149,8 @@ class ReplicaReport:
         version: held afterwards.
         path: ``in place``, ``load_weights`` or ``layerwise reload``.
         tensors, nbytes: received by each of its workers.
-        direct_bytes: of those, written by the wire straight into parameters.
+        direct_bytes: of the tensors of which all that a worker holds was written by the wire straight into parameters;
+            of the worker with the fewest.
         seconds: per part, the slowest worker's: ``wire``, ``load``, ``pause``, ``reset``.
     """
 

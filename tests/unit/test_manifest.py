@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from twinkle_ray.errors import ConfigError, WireError
-from twinkle_ray.manifest import CASTABLE, ITEMSIZE, Manifest, TensorMeta, agree_dtypes
+from twinkle_ray.manifest import CASTABLE, ITEMSIZE, Manifest, TensorMeta, agree_cuts, agree_dtypes
 
 SOME = Manifest(
     (
@@ -76,6 +76,32 @@ def test_names_are_unique(aliases):
         Manifest(metas)
     with pytest.raises(WireError):
         Manifest.from_json([meta.as_json() for meta in metas])
+
+
+CUT = SOME.with_cuts([(3, 6), (), (), (4,)])
+
+
+def test_cuts_travel_and_count_in_the_digest():
+    assert [meta.cuts for meta in CUT] == [(3, 6), (), (), (4,)]
+    again = Manifest.from_json(json.loads(json.dumps(CUT.as_json())))
+    assert again == CUT
+    assert len({SOME.digest, CUT.digest, SOME.with_cuts([(3,), (), (), (4,)]).digest}) == 3
+    assert CUT.with_cuts(()).digest == SOME.digest
+    assert CUT.with_dtypes(["float32", "float32", "int64", "float8_e4m3fn"]).tensors[0].cuts == (3, 6)
+    with pytest.raises(ValueError, match="shorter"):
+        SOME.with_cuts([(3,)])
+
+
+@pytest.mark.parametrize("cuts", [[0], [4], [2, 2], [3, 1], [-1], [1.0], [True], "1", None, {}])
+def test_cuts_that_are_none(cuts):
+    with pytest.raises(WireError, match="cuts"):
+        TensorMeta.from_json(["w", [2, 2], "float32", "parameter", [], cuts])
+
+
+def test_the_wire_is_cut_wherever_a_receiver_wants_it():
+    assert agree_cuts(SOME, []) == agree_cuts(SOME, [(), ()]) == agree_cuts(SOME, [((), (), (), ())]) == ()
+    wanted = [((3, 9), (), (), (4,)), (), ((3, 6), (), (), ()), ((0, 21), (1,), (0,), (8,))]
+    assert agree_cuts(SOME, wanted) == ((3, 6, 9), (), (), (4,))
 
 
 def test_other_dtypes():

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 
 import pytest
 
 from twinkle_ray.errors import ConfigError
-from twinkle_ray.manifest import Manifest, TensorMeta
+from twinkle_ray.manifest import ITEMSIZE, Manifest, TensorMeta
 from twinkle_ray.plan import Chunk, Segment, plan_chunks
 
 
 def manifest(*shapes: tuple[int, ...], dtype: str = "float32") -> Manifest:
     return Manifest(tuple(TensorMeta(name=f"w{i}", shape=shape, dtype=dtype) for i, shape in enumerate(shapes)))
+
+
+def size(meta: TensorMeta) -> int:
+    return math.prod(meta.shape)
 
 
 def ranges(chunks: tuple[Chunk, ...]) -> list[list[tuple[int, int, int]]]:
@@ -35,8 +40,16 @@ def check(sent: Manifest, bucket: int) -> None:
         arrived |= {(s.tensor, byte) for s in chunk.segments for byte in range(s.start, s.stop)}
         for index in chunk.completes:
             assert all((index, byte) in arrived for byte in range(sent.tensors[index].nbytes))
+    edges = {(s.tensor, s.stop) for chunk in chunks for s in chunk.segments}
+    assert {(i, at * ITEMSIZE[meta.dtype]) for i, meta in enumerate(sent) for at in meta.cuts} <= edges
+    for chunk in chunks:
+        for one, other in pairwise(chunk.segments):
+            # not cut within a chunk but where the manifest says so
+            if one.tensor == other.tensor:
+                meta = sent.tensors[one.tensor]
+                assert one.stop in [at * ITEMSIZE[meta.dtype] for at in meta.cuts]
     for chunk, after in pairwise(chunks):
-        # no tensor that fits into a bucket is cut
+        # no tensor that fits into a bucket is spread over two
         if chunk.segments and after.segments and chunk.segments[-1].tensor == after.segments[0].tensor:
             assert sent.tensors[chunk.segments[-1].tensor].nbytes > bucket
 
@@ -48,7 +61,11 @@ def test_any_manifest_any_bucket():
             tuple(rng.choice([0, 1, 2, 3, 5, 8]) for _ in range(rng.randint(0, 3))) for _ in range(rng.randint(0, 6))
         ]
         dtype = rng.choice(["bool", "bfloat16", "float32", "complex128"])
-        check(manifest(*shapes, dtype=dtype), rng.choice([1, 3, 7, 16, 64, 100, 1000, 1 << 20]))
+        sent = manifest(*shapes, dtype=dtype)
+        cuts = [
+            sorted(rng.sample(range(1, n), rng.randint(0, min(3, n - 1)))) if n > 1 else [] for n in map(size, sent)
+        ]
+        check(sent.with_cuts(cuts if rng.random() < 0.7 else ()), rng.choice([1, 3, 7, 16, 64, 100, 1000, 1 << 20]))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +83,20 @@ def test_any_manifest_any_bucket():
 )
 def test_cuts(shapes, bucket, expected):
     assert ranges(plan_chunks(manifest(*shapes), bucket)) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "at", "bucket", "expected"),
+    [
+        ((4, 2), [4], 32, [[(0, 0, 16), (0, 16, 32)]]),  # one chunk all the same
+        ((4, 2), [2, 4, 6], 16, [[(0, 0, 8), (0, 8, 16)], [(0, 16, 24), (0, 24, 32)]]),  # a cut where a bucket ends
+        ((4, 2), [2], 16, [[(0, 0, 8), (0, 8, 16)], [(0, 16, 32)]]),
+        ((4, 2), [4], 24, [[(0, 0, 16), (0, 16, 24)], [(0, 24, 32)]]),
+        ((2, 4), [3], 20, [[(0, 0, 12), (0, 12, 16)], [(0, 16, 32)]]),  # within a row
+    ],
+)
+def test_cuts_of_the_manifest(shape, at, bucket, expected):
+    assert ranges(plan_chunks(manifest(shape).with_cuts([at]), bucket)) == expected
 
 
 def test_empty_tensors_complete_where_they_stand():

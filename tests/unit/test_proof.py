@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.wire import deliver
 from twinkle_ray.digest import DTYPES, bytes_view
 from twinkle_ray.errors import SyncAborted
 from twinkle_ray.manifest import Manifest, TensorMeta
@@ -117,14 +118,8 @@ def sink_of(engine: nn.Module) -> EngineSink:
     return EngineSink(SimpleNamespace(model_runner=runner, vllm_config=CONFIG, device="cpu"))
 
 
-def sync(sink: EngineSink, tensors: dict[str, torch.Tensor], touch: Callable[[], None] = lambda: None) -> Any:
-    sink.begin(MANIFEST)
-    sink.arm(touch)
-    for meta in MANIFEST:
-        buffer = sink.buffer(meta, CPU)
-        assert (buffer.shape, buffer.is_contiguous()) == (meta.shape, True)
-        sink.ready([(meta, buffer.copy_(tensors[meta.name]))])
-    return sink.finish()
+def sync(sink: EngineSink, tensors: dict[str, torch.Tensor], bucket_size: int = 128) -> Any:
+    return deliver(sink, MANIFEST, tensors, bucket_size)
 
 
 def loaded(tensors: dict[str, torch.Tensor], lie: Callable[[Engine], None] | None = None) -> dict[str, torch.Tensor]:
@@ -269,7 +264,6 @@ def test_a_sync_is_right_with_constants_too_and_reports_what_went_straight() -> 
         tensors = checkpoint(seed)
         report = sync(sink, tensors)
         assert_holds(engine, loaded(tensors))
-        assert sink.in_place
         assert report.direct_bytes == sum(m.nbytes for m in MANIFEST if m.name not in COPIED | {"summed"})
         assert ("proof" in report.seconds) == (seed == 0)
     assert {name: p.data_ptr() for name, p in engine.named_parameters()} == places
@@ -295,11 +289,7 @@ def test_a_sync_into_an_engine_that_rearranges_is_right(lie: str) -> None:
     sink = sink_of(engine)
     for seed in range(2):
         tensors = checkpoint(seed)
-        sink.begin(MANIFEST)
-        sink.arm(lambda: None)
-        filled = [(meta, sink.buffer(meta, CPU).copy_(tensors[meta.name])) for meta in MANIFEST]
-        sink.ready(filled)
-        sink.finish()
+        sync(sink, tensors, 1 << 20)
         assert_holds(engine, loaded(tensors, once))
 
 

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import models
 
+from tests.wire import deliver
 from twinkle_ray.digest import assemble
-from twinkle_ray.errors import ReplicaUnavailable, TwinkleRayError
-from twinkle_ray.manifest import Manifest, TensorMeta
+from twinkle_ray.errors import ReplicaUnavailable, SyncError, TwinkleRayError
+from twinkle_ray.manifest import Manifest, TensorMeta, agree_cuts
 from twinkle_ray.types import Deadline
 from twinkle_ray.vllm.engine import adapt
 from twinkle_ray.vllm.loading import EngineSink
@@ -72,22 +74,26 @@ def manifest_of(tensors: dict[str, torch.Tensor]) -> Manifest:
     )
 
 
-def load(sink: EngineSink, tensors: dict[str, torch.Tensor], *, batch: int = 5, batches: int | None = None) -> Any:
-    """One sync through the sink; with ``batches`` it stops after so many and is abandoned."""
-    manifest = manifest_of(tensors)
-    sink.begin(manifest)
-    sink.arm(lambda: None)
-    filled = []
-    for meta in manifest:
-        buffer = sink.buffer(meta, torch.device("cpu"))
-        filled.append((meta, buffer.copy_(tensors[meta.name])))
-    starts = list(range(0, len(filled), batch))
-    for start in starts[:batches]:
-        sink.ready(filled[start : start + batch])
-    if batches is not None:
-        sink.abandon()
-        return None
-    return asdict(sink.finish())
+BUCKET = 300 << 10
+"""Bytes: a chunk has one of the large tensors of a tiny model, or several of the small ones."""
+
+
+def load(
+    sink: EngineSink,
+    tensors: dict[str, torch.Tensor],
+    *,
+    bucket_size: int = BUCKET,
+    chunks: int | None = None,
+    cuts: Any = (),
+) -> Any:
+    """One sync through the sink; with ``chunks`` the wire breaks after so many."""
+    manifest = manifest_of(tensors).with_cuts(cuts)
+    if chunks is None:
+        return asdict(deliver(sink, manifest, tensors, bucket_size))
+    with contextlib.suppress(SyncError):
+        deliver(sink, manifest, tensors, bucket_size, fail_at=chunks)
+        raise AssertionError("the wire did not break")
+    return None
 
 
 def checkpoint_digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -125,7 +131,7 @@ def in_process(root: Path, kind: str) -> dict[str, Any]:
             }
         )
     last = models.tensors(root / f"{kind}-{models.SEEDS[-1]}")
-    load(sink, models.tensors(root / f"{kind}-1"), batches=2)
+    load(sink, models.tensors(root / f"{kind}-1"), chunks=4)
     facts["meta_after_abandon"] = [n for n, p in model.named_parameters() if p.is_meta]
     load(sink, last)
     llm.llm_engine.reset_prefix_cache()
@@ -314,9 +320,9 @@ def layerwise(root: Path) -> dict[str, Any]:
     changed = dict(last)
     _everything_wrong(changed)
     facts["misfit"] = asdict(sink.agree(manifest_of(changed)))
-    load(sink, last, batch=2, batches=3)
+    load(sink, last, bucket_size=BUCKET // 2, chunks=6)
     facts["meta_after_abandon"] = [n for n, p in model.named_parameters() if p.is_meta]
-    load(sink, last, batch=2)
+    load(sink, last, bucket_size=BUCKET // 2)
     llm.llm_engine.reset_prefix_cache()
     facts["tokens"]["2"] = tokens(llm)
     pieces, unverifiable = sink.pieces(manifest_of(last), None)
@@ -324,36 +330,49 @@ def layerwise(root: Path) -> dict[str, Any]:
     return facts
 
 
-def load_here(worker: Any, checkpoint: str) -> Any:
-    """Runs in a worker process: one sync, then what is held."""
+def wanted_cuts(worker: Any, checkpoint: str) -> Any:
+    """Runs in a worker process: what it says to a manifest."""
+    worker = vars(worker).get("worker") or worker
+    agreement = EngineSink(worker).agree(manifest_of(models.tensors(Path(checkpoint))))
+    return agreement.problems, agreement.cuts
+
+
+def load_here(worker: Any, checkpoint: str, cuts: Any) -> Any:
+    """Runs in a worker process: one sync of the tensors as they are, one with them cut, then what is held."""
     worker = vars(worker).get("worker") or worker
     sink = EngineSink(worker)
     tensors = models.tensors(Path(checkpoint))
-    agreement = sink.agree(manifest_of(tensors))
-    report = load(sink, tensors)
+    sink.agree(manifest_of(tensors))
+    reports = [load(sink, tensors), load(sink, {n: t + 1 for n, t in tensors.items()}, cuts=cuts)]
+    reports.append(load(sink, tensors, cuts=cuts))
     pieces, unverifiable = sink.pieces(manifest_of(tensors), None)
-    return agreement.problems, pieces, unverifiable, report
+    return pieces, unverifiable, reports
 
 
 def tensor_parallel(root: Path, kind: str) -> dict[str, Any]:
     """Two worker processes, each with its shards."""
     llm = llm_of(root / f"{kind}-0", tensor_parallel_size=2)
-    answers = llm.llm_engine.collective_rpc(load_here, args=(str(root / f"{kind}-1"),))
+    checkpoint = str(root / f"{kind}-1")
+    said = llm.llm_engine.collective_rpc(wanted_cuts, args=(checkpoint,))
+    sent = models.tensors(Path(checkpoint))
+    cuts = agree_cuts(manifest_of(sent), [wanted for _, wanted in said])
+    answers = llm.llm_engine.collective_rpc(load_here, args=(checkpoint, cuts))
     llm.llm_engine.reset_prefix_cache()
-    digests, partial = assemble([pieces for _, pieces, *_ in answers])
+    digests, partial = assemble([pieces for pieces, *_ in answers])
     engine = adapt(llm)
     assert engine is not None
     return {
         "kind": engine.kind,
         "workers": engine.workers,
         "ranks": [d["tp_rank"] for d in now(engine.call("describe", timeout_s=20))],
-        "problems": [problems for problems, *_ in answers],
-        "unverifiable": [names for _, _, names, _ in answers],
-        "reports": [report for *_, report in answers],
+        "problems": [problems for problems, _ in said],
+        "unverifiable": [names for _, names, _ in answers],
+        "reports": {way: [r[i] for *_, r in answers] for i, way in ((0, "whole"), (2, "cut"))},
+        "nbytes": {name: tensor.nbytes for name, tensor in sent.items()},
         "partial": partial,
-        "cut": sorted({p.name for _, pieces, *_ in answers for p in pieces if p.data is not None}),
+        "cut": sorted({p.name for pieces, *_ in answers for p in pieces if p.data is not None}),
         "held": digests,
-        "sent": checkpoint_digests(models.tensors(root / f"{kind}-1")),
+        "sent": checkpoint_digests(sent),
         "tokens": tokens(llm),
     }
 

@@ -463,6 +463,14 @@ class TestTensorParallel(Follows, Fails):
             assert get(rollout.checkpoint_status.remote(), 120).workers == 2
             yield made
 
+    def test_both_workers_get_their_rows_in_place(self, bench: Bench) -> None:
+        (replica,) = bench.sync(3).replicas
+        sizes = {name: tensor.nbytes for name, tensor in models.tensors(bench.checkpoint(3)).items()}
+        columns = sum(nbytes for name, nbytes in sizes.items() if "o_proj" in name or "down_proj" in name)
+        assert replica.nbytes == sum(sizes.values())
+        assert replica.direct_bytes >= replica.nbytes - columns
+        assert bench.holds(3)
+
 
 class TestOtherModels:
     """``LLM`` in an actor with one thread: tied embeddings, and experts, which the CPU build lays out anew."""

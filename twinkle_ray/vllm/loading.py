@@ -1,8 +1,9 @@
 """How tensors of a sync get into a live vLLM worker, and how they are read back.
 
-A tensor whose place in the live model is proven (:mod:`~twinkle_ray.vllm.proof`) needs no loader: the wire writes into
-the parameter itself, or, where that is not one range of bytes of the wire's dtype, regions of it are copied there. For
-all others there are two ways, chosen once per model by :func:`layout`:
+A tensor whose place in the live model is proven (:mod:`~twinkle_ray.vllm.proof`) needs no loader. Where what is held of
+it are ranges of its bytes, in the wire's dtype and in one piece each (a whole tensor, or the rows of a tensor-parallel
+worker), the wire writes into the parameter itself, and what other workers hold is dropped. Elsewhere regions of it are
+copied from a buffer. For all others there are two ways, chosen once per model by :func:`layout`:
 
 - ``load_weights``: vLLM's own loader writes into the live parameters, batch by batch. Right where these still have the
   checkpoint's layout.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -23,15 +25,22 @@ from typing import Any
 
 import torch
 
+from twinkle_ray.digest import bytes_view, torch_dtype
 from twinkle_ray.errors import ManifestMismatch, SyncError, UnsupportedModel
+from twinkle_ray.fingerprint import Fingerprint
+from twinkle_ray.landing import Copy, Landing, Range, lay
 from twinkle_ray.manifest import Manifest, TensorMeta
+from twinkle_ray.plan import Chunk
 from twinkle_ray.sinks import Agreement, LoadReport, Piece, same_device
 from twinkle_ray.vllm import cpu
-from twinkle_ray.vllm.placement import Destination, Placement, dtype_name, record
+from twinkle_ray.vllm.placement import Destination, Placement, dtype_name, record, slices
 from twinkle_ray.vllm.proof import Feed, Proof, prove
 from twinkle_ray.vllm.worker import device_of
 
 _log = logging.getLogger(__name__)
+
+_RANGES_AT_MOST = 1024
+"""Ranges of one tensor beyond which it is received whole: each is a call of its own on the wire."""
 
 _PLAIN_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON", "CPU"})
 """Backends of unquantised experts that keep w13/w2 as loaded (CPU: permuted in place, which :mod:`cpu` mends)."""
@@ -59,13 +68,18 @@ class EngineSink:
         self._placement: Placement | None = None
         self._recorded_by: Manifest | None = None
         self._recorded_for: tuple[Any, ...] = ()
+        self._seen: tuple[Any, ...] = ()
+        self._fingerprint = Fingerprint(torch.nn.Module())
+        self._dtypes_of: Manifest | None = None
+        self._dtypes: tuple[str, ...] = ()
         self._proof: Proof | None = None
         self._proven_for: tuple[Any, ...] = ()
         self._manifest: Manifest | None = None
-        self._lent: set[str] = set()
-        self._loaded: set[str] = set()
-        self._nbytes = 0
+        self._landing: Landing | None = None
+        self._landing_for: tuple[Any, ...] = ()
+        self._landing_on: torch.device | None = None
         self._direct_bytes = 0
+        self._loaded: set[str] = set()
         self._placed = self._through_loader = False  # whether any tensor went this way
         self._seconds: dict[str, float] = {}
         self._session: _LayerwiseSession | None = None
@@ -88,6 +102,8 @@ class EngineSink:
             missing=placement.missing,
             mismatched=placement.mismatched,
             ignored=placement.ignored,
+            # From what is recorded, which is not proven yet: where the proof fails a cut does no harm.
+            cuts=_cuts(manifest, placement),
         )
 
     def begin(self, manifest: Manifest) -> None:
@@ -103,8 +119,7 @@ class EngineSink:
         if self._proven_for != self._proof_key(manifest):
             self._proof = None
         self._manifest = manifest
-        self._lent, self._loaded = set(), set()
-        self._nbytes = self._direct_bytes = 0
+        self._loaded = set()
         self._placed = self._through_loader = False
         self._seconds = {"load": 0.0}
         if self.device.type not in ("cpu", "meta"):
@@ -127,19 +142,31 @@ class EngineSink:
             self._seconds["proof"] = self._proof.seconds
             for name, reason in list(self._proof.indirect.items())[:10]:
                 _log.info("%s goes through vLLM's loader: %s", name, reason)
-        self.in_place = bool(self._proof and self._proof.direct)
-        if self.in_place:
-            touch()
+
+    def landing(self, plan: Sequence[Chunk], device: torch.device) -> Landing:
+        """See :class:`~twinkle_ray.sinks.Sink`. Kept as long as plan, record and proof stay; it holds no more than the
+        proof does."""
+        placement, manifest = self._placement, self._manifest
+        if placement is None or manifest is None:
+            raise SyncError("landing() came before begin()", phase="transfer")
+        made_for = (plan, placement, self._proof)
+        same = all(one is other for one, other in zip(made_for, self._landing_for, strict=False))
+        if self._landing is None or not same or self._landing_on != device:
+            held = [_ranges(meta, placement, self._proof, device) for meta in manifest]
+            copies = {i: found for i, meta in enumerate(manifest) if (found := _copies(meta, self._proof))}
+            landing = self._landing = lay(manifest, plan, held, copies)
+            not_direct = landing.staged | landing.copied
+            self._landing_for, self._landing_on = made_for, device
+            self._direct_bytes = sum(
+                meta.nbytes
+                for index, meta in enumerate(manifest)
+                if index not in not_direct and placement.offered.get(meta.name)
+            )
+        self._placed = bool(self._landing.live or self._landing.copied)
+        return self._landing
 
     def buffer(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
-        live = self._proof.direct.get(meta.name) if self._proof is not None else None
-        if live is not None and same_device(live.device, device):
-            self._lent.add(meta.name)
-            return live
         return torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=device)
-
-    def lends(self, meta: TensorMeta) -> bool:
-        return meta.name in self._lent
 
     def ready(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
         placement = self._placement
@@ -149,18 +176,16 @@ class EngineSink:
         feed: list[tuple[str, torch.Tensor]] = []
         for meta, tensor in tensors:
             self._loaded.add(meta.name)
-            self._nbytes += meta.nbytes
-            if meta.name in self._lent:
-                self._direct_bytes += meta.nbytes
+            held = tensor.to(self.device)
+            if copies := _copies(meta, self._proof):
                 self._placed = True
-            elif self._copy(meta, tensor):
-                self._placed = True
+                with torch.inference_mode():  # which alone may write to what was made in it
+                    for copy in copies:
+                        copy.dest.copy_(held.as_strided(copy.size, copy.stride, held.storage_offset() + copy.offset))
             else:
-                self._through_loader = True
-                offered = placement.offered.get(meta.name, ())
-                held = tensor.to(self.device) if offered else tensor
-                feed += [(spelling, held) for spelling in offered]
+                feed += [(spelling, held) for spelling in placement.offered.get(meta.name, ())]
         if feed:
+            self._through_loader = True
             with self._loading():
                 if self._layout is Layout.RELAID and self._session is None:
                     self._session = _LayerwiseSession(self._model())
@@ -174,9 +199,10 @@ class EngineSink:
         Raises:
             SyncError: a tensor of the manifest never came.
         """
-        if self._manifest is None or self._layout is None:
-            raise SyncError("finish() came before begin()", phase="transfer")
-        lost = [meta.name for meta in self._manifest if meta.name not in self._loaded]
+        manifest, landing = self._manifest, self._landing
+        if manifest is None or landing is None or self._layout is None:
+            raise SyncError("finish() came before begin() and landing()", phase="transfer")
+        lost = [name for i in sorted(landing.staged) if (name := manifest.tensors[i].name) not in self._loaded]
         if lost:
             raise SyncError(f"{len(lost)} tensors never came, the first of them {lost[0]}", phase="transfer")
         start = time.perf_counter()
@@ -185,7 +211,7 @@ class EngineSink:
                 self._session.finish(self._worker.vllm_config.model_config)
                 self._session = None
             cpu.repack_experts(self._model())
-        if self._proof is not None and self._proof.direct:
+        if self._proof is not None and (self._proof.direct or self._proof.copied):
             with torch.inference_mode():
                 for view, value in self._placement.fills if self._placement else ():
                     view.fill_(value)  # after a level-2 sleep padding holds anything
@@ -195,29 +221,13 @@ class EngineSink:
         ways = [*(["in place"] if self._placed else []), *([self._layout.value] if self._through_loader else [])]
         report = LoadReport(
             path=", ".join(ways),
-            tensors=len(self._manifest),
-            nbytes=self._nbytes,
+            tensors=len(manifest),
+            nbytes=manifest.nbytes,
             direct_bytes=self._direct_bytes,
             seconds=dict(self._seconds),
         )
         self._manifest = None
         return report
-
-    def _copy(self, meta: TensorMeta, tensor: torch.Tensor) -> bool:
-        """Copy a received tensor to its proven places; whether it has any."""
-        if self._proof is None:
-            return False
-        live = self._proof.direct.get(meta.name)
-        # In inference mode, which alone may write to what was made in it.
-        with torch.inference_mode():
-            if live is not None:  # on another device than the wire
-                live.copy_(tensor)
-                return True
-            places = self._proof.copied.get(meta.name, ())
-            held = tensor.to(self.device) if places else tensor
-            for place in places:
-                place.dest.copy_(place.source(held))
-        return bool(places)
 
     def _load_all(self, feed: Feed) -> None:
         """All that follows a load, for a whole manifest. Only where the live layout is the checkpoint's."""
@@ -225,7 +235,10 @@ class EngineSink:
         cpu.repack_experts(self._model())
 
     def _proof_key(self, manifest: Manifest) -> tuple[Any, ...]:
-        return manifest.digest, self._recorded_for[-1:]
+        """Of what a proof holds for: tensors in their wire dtypes, however they are cut, and live parameters."""
+        if manifest is not self._dtypes_of:
+            self._dtypes_of, self._dtypes = manifest, tuple(meta.dtype for meta in manifest)
+        return self._dtypes, self._recorded_for
 
     def abandon(self) -> None:
         """Leave a model that the next full sync heals. Does not raise; what fails is logged."""
@@ -291,6 +304,9 @@ class EngineSink:
 
     def _place(self, manifest: Manifest) -> Placement:
         model = self._model()
+        recorded = self._placement
+        if recorded is not None and (model, manifest) == self._seen and self._fingerprint.holds():
+            return recorded
         relaid = self._find_layout() is Layout.RELAID
         live = tuple((p.data_ptr(), tuple(p.shape)) for p in model.parameters())
         if manifest is not self._recorded_by:  # tens of thousands of tensors are not compared at each sync
@@ -301,6 +317,7 @@ class EngineSink:
         if self._placement is None or (tensors, live) != self._recorded_for:
             self._placement = record(model, manifest, self._worker.vllm_config, relaid=relaid)
             self._recorded_for = (tensors, live)
+        self._seen, self._fingerprint = (model, manifest), Fingerprint(model)
         return self._placement
 
 
@@ -353,6 +370,46 @@ def _relaid_because(model: torch.nn.Module, config: Any) -> str:
 def _is_tied(model: torch.nn.Module) -> bool:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return len(names) > len(list(model.parameters()))
+
+
+def _cuts(manifest: Manifest, placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """Where this worker would have each tensor cut, in elements; see :class:`~twinkle_ray.sinks.Agreement`."""
+    result = []
+    for meta in manifest:
+        held = slices(placement.destinations.get(meta.name, ())) or ()
+        edges = {edge for run in held for edge in (run.start, run.stop)} if len(held) <= _RANGES_AT_MOST else set()
+        result.append(tuple(sorted(edges - {0, math.prod(meta.shape)})))
+    return tuple(result) if any(result) else ()
+
+
+def _ranges(
+    meta: TensorMeta, placement: Placement, proof: Proof | None, device: torch.device
+) -> tuple[Range, ...] | None:
+    """What the wire may write straight into live memory on ``device``; see :func:`~twinkle_ray.landing.lay`."""
+    if not placement.offered.get(meta.name):
+        return ()  # the engine drops it
+    if proof is None:
+        return None
+    live = proof.direct.get(meta.name)
+    if live is not None:
+        return (Range(0, meta.nbytes, bytes_view(live)),) if same_device(live.device, device) else None
+    places = proof.copied.get(meta.name, ())
+    held = slices(places) if places else None
+    if held is None or len(held) > _RANGES_AT_MOST:
+        return None
+    dtype = torch_dtype(meta.dtype)
+    if any(run.live.dtype != dtype or not same_device(run.live.device, device) for run in held):
+        return None
+    return tuple(Range(run.start * dtype.itemsize, run.stop * dtype.itemsize, bytes_view(run.live)) for run in held)
+
+
+def _copies(meta: TensorMeta, proof: Proof | None) -> tuple[Copy, ...]:
+    """Where regions of a tensor go that is received whole; none if only the loader knows."""
+    if proof is None:
+        return ()
+    if (live := proof.direct.get(meta.name)) is not None:
+        return (Copy(live, tuple(live.shape), live.stride(), 0),)
+    return tuple(Copy(d.dest, d.size, d.stride, d.offset) for d in proof.copied.get(meta.name, ()))
 
 
 class _Loading:

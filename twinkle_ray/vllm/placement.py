@@ -62,6 +62,56 @@ class Destination:
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements ``start`` to ``stop`` of a (contiguous) checkpoint tensor, and the live elements that hold them, 1-D."""
+
+    start: int
+    stop: int
+    live: torch.Tensor
+
+
+def slices(destinations: Iterable[Destination]) -> tuple[Slice, ...] | None:
+    """The destinations of one tensor as runs of its elements, ascending and disjoint; neighbours that are neighbours in
+    memory too are one run. ``None`` if one is not a run on both sides, or if two take the same element."""
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    for d in destinations:
+        if not d.dest.numel():
+            continue
+        if not d.contiguous or not _is_run(d.size, d.stride):
+            return None
+        other = found.setdefault((d.offset, d.offset + d.dest.numel()), d.dest)
+        if not _same(other.view(-1), d.dest.view(-1)) or other.storage_offset() != d.dest.storage_offset():
+            return None
+    runs: list[tuple[int, int, torch.Tensor]] = []
+    for (start, stop), dest in sorted(found.items(), key=lambda item: item[0]):
+        if runs and start < runs[-1][1]:
+            return None
+        if runs and start == runs[-1][1] and _follows(dest, runs[-1][2], start - runs[-1][0]):
+            runs[-1] = (runs[-1][0], stop, runs[-1][2])
+        else:
+            runs.append((start, stop, dest))
+    return tuple(
+        Slice(start, stop, dest.as_strided((stop - start,), (1,), dest.storage_offset())) for start, stop, dest in runs
+    )
+
+
+def _is_run(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of this size and stride lie one after the other."""
+    expected = 1
+    for n, step in zip(reversed(size), reversed(stride), strict=True):
+        if n != 1 and step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _follows(dest: torch.Tensor, before: torch.Tensor, numel: int) -> bool:
+    """Whether ``dest`` begins where the ``numel`` elements from the beginning of ``before`` end."""
+    same = storage_key(dest) == storage_key(before) and dest.dtype == before.dtype
+    return same and dest.storage_offset() == before.storage_offset() + numel
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """What a model does with each tensor of a manifest. Keys are ``TensorMeta.name``.
