@@ -351,3 +351,34 @@ def test_parameters_that_moved_are_proven_anew() -> None:
     report = sync(sink, checkpoint(1))
     assert "proof" in report.seconds
     assert_holds(engine, loaded(checkpoint(1)))
+
+
+class Sums(nn.Module):
+    """A loader that makes ``p`` of a and b, ``q`` of b and c, and keeps nothing from one call to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.q, self.d = Holds(weight=(4,)), Holds(weight=(4,)), Holds(weight=(4,))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        held = dict(weights)
+        for name, one, other in (("p", "a", "b"), ("q", "b", "c")):
+            if one in held and other in held:
+                getattr(self, name).weight.data.copy_(held[one] + held[other])
+        if "d" in held:
+            self.d.weight.data.copy_(held["d"])
+
+
+def test_what_a_loader_sums_is_given_to_it_in_one_call() -> None:
+    manifest = Manifest(tuple(TensorMeta(name=name, shape=(4,), dtype="float32") for name in "adbc"))
+    engine = Sums()
+    assert record(engine, manifest, CONFIG).together == dict.fromkeys("abc", ("a", "b", "c"))
+    sink = sink_of(engine)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        tensors = {name: torch.randn(4) for name in "adbc"}
+        report = deliver(sink, manifest, tensors, 16)  # one tensor per chunk
+        assert torch.equal(engine.p.weight, tensors["a"] + tensors["b"])
+        assert torch.equal(engine.q.weight, tensors["b"] + tensors["c"])
+        assert torch.equal(engine.d.weight, tensors["d"])
+        assert report.direct_bytes == 16

@@ -67,6 +67,50 @@ def make(path: Path, kind: str, seed: int, dtype: torch.dtype = torch.float32, *
     return path
 
 
+ODD = {
+    "turned": "model.layers.0.mlp.down_proj.weight",
+    "coarse": "model.layers.1.self_attn.o_proj.coarse",
+    "fine": "model.layers.1.self_attn.o_proj.fine",
+    "short": "model.layers.1.mlp.down_proj.weight",
+}
+"""Tensors of a checkpoint for ``OddLlamaForCausalLM`` (see ``zoo.py``) that are not as the engine holds them."""
+SHORT_BY = 6
+
+
+def make_odd(path: Path, seed: int) -> list[list[int]]:
+    """Write a checkpoint for ``OddLlamaForCausalLM``: a plain Llama with norms of 1 and biases of 0, of whose matrices
+    one is transposed, one is the sum of two tensors and one lacks its last columns. What Hugging Face generates with
+    the plain one."""
+    import safetensors.torch
+    import transformers
+
+    plain = path.with_name(path.name + "-plain")
+    make(plain, "llama", seed)
+    config = transformers.AutoConfig.from_pretrained(plain, attention_bias=True)
+    torch.manual_seed(seed)
+    model = transformers.LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.fill_("norm" in name)
+        model.model.layers[1].mlp.down_proj.weight[:, -SHORT_BY:] = 0
+    model.save_pretrained(plain)
+
+    path.mkdir()
+    _tokenizer(path)
+    config.architectures = ["OddLlamaForCausalLM"]
+    config.save_pretrained(path)
+    held = tensors(plain)
+    held[ODD["turned"]] = held[ODD["turned"]].t().contiguous()
+    held[ODD["short"]] = held[ODD["short"]][:, :-SHORT_BY].contiguous()
+    whole = held.pop("model.layers.1.self_attn.o_proj.weight")
+    coarse = whole.bfloat16().float()
+    held |= {ODD["coarse"]: coarse, ODD["fine"]: whole - coarse}
+    assert torch.equal(coarse + held[ODD["fine"]], whole), "the sum is not exact"
+    safetensors.torch.save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+    return greedy(plain)
+
+
 def _tokenizer(path: Path) -> dict[str, int]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -112,4 +156,5 @@ if __name__ == "__main__":
 
     root = Path(sys.argv[1])
     made = {k: {s: greedy(make(root / f"{k}-{s}", k, s)) for s in SEEDS} for k in KINDS}
+    made["odd"] = {s: make_odd(root / f"odd-{s}", s) for s in SEEDS}
     (root / "expected.json").write_text(json.dumps(made))

@@ -306,6 +306,52 @@ def foreign_extension() -> str:
     return given.worker_extension_cls
 
 
+def parameter_digests(model: torch.nn.Module) -> dict[str, str]:
+    return checkpoint_digests({name: parameter.detach() for name, parameter in model.named_parameters()})
+
+
+def odd_model(root: Path) -> dict[str, Any]:
+    """A model of the user's own, whose loader transposes, sums and pads, through three syncs."""
+    import zoo
+
+    zoo.register()
+    llm = llm_of(root / "odd-0")
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    model, sink = worker.model_runner.get_model(), EngineSink(worker)
+    facts: dict[str, Any] = {"model": type(model).__name__, "before": tokens(llm), "syncs": []}
+    for seed in models.SEEDS[1:]:
+        tensors = models.tensors(root / f"odd-{seed}")
+        problems = sink.agree(manifest_of(tensors)).problems
+        # In chunks so small that the two parts of a sum are never in the same.
+        report = load(sink, tensors, bucket_size=64 << 10)
+        llm.llm_engine.reset_prefix_cache()
+        assert sink._proof is not None
+        facts["syncs"].append(
+            {
+                "seed": seed,
+                "problems": problems,
+                "report": report,
+                "direct": sorted(sink._proof.direct),
+                "indirect": sink._proof.indirect,
+                "nbytes": {name: tensor.nbytes for name, tensor in tensors.items()},
+                "constant": sorted(n for n, t in tensors.items() if bool((t == t.view(-1)[0]).all())),
+                "parameters": parameter_digests(model),
+                "tokens": tokens(llm),
+            }
+        )
+    return facts
+
+
+def odd_from_disk(root: Path, seed: str) -> dict[str, Any]:
+    """What vLLM itself makes of such a checkpoint."""
+    import zoo
+
+    zoo.register()
+    llm = llm_of(root / f"odd-{seed}")
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    return {"parameters": parameter_digests(model), "tokens": tokens(llm)}
+
+
 def layerwise(root: Path) -> dict[str, Any]:
     """The CPU build as it comes: linears are packed away, so vLLM's own reload is the way."""
     llm = llm_of(root / "llama-0")
@@ -589,6 +635,8 @@ async def _async_llm(root: Path) -> dict[str, Any]:
 
 PROBES = {
     "in_process": in_process,
+    "odd_model": odd_model,
+    "odd_from_disk": odd_from_disk,
     "layerwise": layerwise,
     "tensor_parallel": tensor_parallel,
     "llm": llm_engine,

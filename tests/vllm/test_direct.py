@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from .conftest import Probe
-from .models import KINDS
+from .models import KINDS, ODD, SEEDS
 
 pytestmark = pytest.mark.vllm
 
@@ -94,3 +94,33 @@ def test_experts_of_two_workers_are_right(probe: Probe, expected: dict[str, Any]
     assert facts["tokens"] == expected["qwen3_moe"]["1"]
     for way in ("whole", "cut"):
         assert {report["path"] for report in facts["reports"][way]} == {"in place, load_weights"}
+
+
+class TestLoadersThatComputeWhatTheyStore:
+    """A model registered from outside whose loader transposes, sums and pads. Norms are 1 and biases 0."""
+
+    def test_each_sync_is_what_a_fresh_load_from_disk_is(self, probe: Probe, expected: dict[str, Any]) -> None:
+        facts = probe("odd_model")
+        assert facts["model"] == "OddLlamaForCausalLM"
+        assert facts["before"] == expected["odd"]["0"]
+        for sync in facts["syncs"]:
+            assert sync["problems"] == []
+            assert sync["tokens"] == expected["odd"][str(sync["seed"])]
+        last = facts["syncs"][-1]
+        fresh = probe("odd_from_disk", str(last["seed"]))
+        assert last["parameters"] == fresh["parameters"]
+        assert last["tokens"] == fresh["tokens"]
+        assert len({json.dumps(expected["odd"][str(seed)]) for seed in SEEDS}) == len(SEEDS)
+
+    def test_what_is_computed_never_counts_as_direct(self, probe: Probe) -> None:
+        for sync in probe("odd_model")["syncs"]:
+            assert not set(ODD.values()) & set(sync["direct"])
+            odd = sum(sync["nbytes"][name] for name in ODD.values())
+            assert sync["report"]["nbytes"] - sync["report"]["direct_bytes"] >= odd
+            assert sync["report"]["path"] == "in place, load_weights"
+
+    def test_constants_are_told_apart_all_the_same(self, probe: Probe) -> None:
+        for sync in probe("odd_model")["syncs"]:
+            assert len(sync["constant"]) == 5 + 2 * 4  # norms, and biases of q, k, v and o
+            module = "model.layers.1.self_attn.o_proj"  # shares its module with what is summed
+            assert {n for n in sync["constant"] if n not in sync["direct"]} == {f"{module}.bias"}

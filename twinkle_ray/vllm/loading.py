@@ -6,7 +6,7 @@ worker), the wire writes into the parameter itself, and what other workers hold 
 copied from a buffer. For all others there are two ways, chosen once per model by :func:`layout`:
 
 - ``load_weights``: vLLM's own loader writes into the live parameters, batch by batch. Right where these still have the
-  checkpoint's layout.
+  checkpoint's layout. Tensors from which it makes one parameter together are kept until it can have them in one call.
 - ``layerwise reload``: vLLM puts each module back on the meta device, collects its tensors, loads and post-processes
   them together and copies the result into the old storage. Right where weights are quantised or re-laid after loading.
   It keeps references to what it was given until a module is complete, so every buffer here owns its storage and is
@@ -80,6 +80,7 @@ class EngineSink:
         self._landing_on: torch.device | None = None
         self._direct_bytes = 0
         self._loaded: set[str] = set()
+        self._kept: dict[str, torch.Tensor] = {}
         self._placed = self._through_loader = False  # whether any tensor went this way
         self._seconds: dict[str, float] = {}
         self._session: _LayerwiseSession | None = None
@@ -119,7 +120,7 @@ class EngineSink:
         if self._proven_for != self._proof_key(manifest):
             self._proof = None
         self._manifest = manifest
-        self._loaded = set()
+        self._loaded, self._kept = set(), {}
         self._placed = self._through_loader = False
         self._seconds = {"load": 0.0}
         if self.device.type not in ("cpu", "meta"):
@@ -183,7 +184,10 @@ class EngineSink:
                     for copy in copies:
                         copy.dest.copy_(held.as_strided(copy.size, copy.stride, held.storage_offset() + copy.offset))
             else:
-                feed += [(spelling, held) for spelling in placement.offered.get(meta.name, ())]
+                self._kept[meta.name] = held
+                group = placement.together.get(meta.name, (meta.name,))
+                if all(name in self._kept for name in group):
+                    feed += [(s, held) for n in group for held in [self._kept.pop(n)] for s in placement.offered[n]]
         if feed:
             self._through_loader = True
             with self._loading():
@@ -242,7 +246,7 @@ class EngineSink:
 
     def abandon(self) -> None:
         """Leave a model that the next full sync heals. Does not raise; what fails is logged."""
-        self._manifest = None
+        self._manifest, self._kept = None, {}
         session, self._session = self._session, None
         if session is not None:
             with self._loading():

@@ -120,6 +120,8 @@ class Placement:
         destinations: the live views of each tensor that has them.
         offered: under which names (in the engine's spelling) a tensor is to be given to ``load_weights``.
         indirect: why a tensor that loads has no view.
+        together: of a tensor from which the loader derives something together with others, all of these in the
+            manifest's order: it must be given them in one call, since what it keeps in between may end with the call.
         unknown: one sentence per tensor that has no place.
         mismatched: one sentence per tensor whose shape or dtype does not fit.
         missing: live parameters (the engine's names) that get no or not all of their elements.
@@ -131,6 +133,7 @@ class Placement:
     destinations: dict[str, tuple[Destination, ...]]
     offered: dict[str, tuple[str, ...]]
     indirect: dict[str, str]
+    together: dict[str, tuple[str, ...]]
     unknown: tuple[str, ...]
     mismatched: tuple[str, ...]
     missing: tuple[str, ...]
@@ -195,6 +198,7 @@ def _judge(recorder: _Recorder, manifest: Manifest, tp_size: int, relaid: bool, 
         destinations=destinations,
         offered=offered,
         indirect=indirect,
+        together=_together(recorder, manifest),
         unknown=tuple(unknown),
         mismatched=tuple(mismatched),
         missing=tuple(recorder.uncovered()),
@@ -202,6 +206,22 @@ def _judge(recorder: _Recorder, manifest: Manifest, tp_size: int, relaid: bool, 
         fills=tuple(recorder.fills),
         seconds=time.perf_counter() - start,
     )
+
+
+def _together(recorder: _Recorder, manifest: Manifest) -> dict[str, tuple[str, ...]]:
+    if not recorder.groups:
+        return {}
+    group_of: dict[str, set[str]] = {}
+    for names in recorder.groups:
+        merged = set(names).union(*(group_of.get(name, ()) for name in names))
+        group_of |= dict.fromkeys(merged, merged)
+    order = {name: (index, meta.name) for index, meta in enumerate(manifest) for name in meta.names}
+    result = {}
+    for name, group in group_of.items():
+        members = tuple(dict.fromkeys(owner for _, owner in sorted(order[member] for member in group)))
+        if len(members) > 1:
+            result[order[name][1]] = members
+    return result
 
 
 def _half(outcome: _Outcome, meta: TensorMeta, tp_size: int) -> str:
@@ -263,6 +283,7 @@ class _Recorder:
         self.written: dict[int, list[torch.Tensor]] = {}
         self.unjudged: set[int] = set()
         self.fills: list[tuple[torch.Tensor, float]] = []
+        self.groups: list[frozenset[str]] = []
         self.metas: dict[str, TensorMeta] = {}
         self.alone = 0
 
@@ -335,6 +356,7 @@ class _Recorder:
 
     def _take(self, items: Sequence[tuple[str, str, TensorMeta]], trace: _Trace) -> None:
         self.fills += trace.fills
+        self.groups += trace.groups
         for dest in trace.padding_views:
             self.written.setdefault(storage_key(dest), []).append(dest)
         for name, spelling, _ in items:
@@ -380,6 +402,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.dtypes = {storage_key(t): t.dtype for t in keep}
         self.copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.derived: dict[str, str] = {}
+        self.groups: list[frozenset[str]] = []
         self.broadcast: dict[str, str] = {}
         self.dirty: set[int] = set()
         self.padding: dict[str, int] = {}
@@ -432,6 +455,8 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is not _COPY or not names:
             self.dirty |= {storage_key(t) for t in dests}
         self.padding_views += dests
+        if len(names) > 1:
+            self.groups.append(names)
         for owner in names:
             self.derived[owner] = f"the loader derives what it stores ({func._schema.name})"
 
