@@ -44,9 +44,12 @@ class RolloutActorMixin:
 
     # --- driven by the manager ---------------------------------------------------------------------------------
 
-    def start_checkpoint(self, key: str, op: str, request: dict[str, Any]) -> None:
-        """Start an operation of :class:`~twinkle_ray.serving.Serving` under the caller's unique key, and return."""
-        self.__serving().start(key, op, request)
+    def start_checkpoint(self, key: str, op: str, request: dict[str, Any], wait_s: float = 0.0) -> OpStatus:
+        """Start an operation of :class:`~twinkle_ray.serving.Serving` under the caller's unique key, and return its
+        state after at most ``wait_s`` seconds, as :meth:`poll_checkpoint` does."""
+        serving = self.__serving()
+        serving.start(key, op, request)
+        return serving.poll(key, wait_s)
 
     def poll_checkpoint(self, key: str, wait_s: float = 0.0) -> OpStatus:
         """State of that operation, after at most ``wait_s`` seconds."""

@@ -94,15 +94,16 @@ class TrainActorMixin:
             )
         training.connect(rank, world_size, rendezvous, self.checkpoint_timeout_s if timeout_s is None else timeout_s)
 
-    def start_checkpoint(self, key: str, op: str, request: dict[str, Any]) -> None:
-        """Start ``connect``, :meth:`init_checkpoint_process_group` for the manager; returns at once."""
+    def start_checkpoint(self, key: str, op: str, request: dict[str, Any], wait_s: float = 0.0) -> OpStatus:
+        """Start ``connect``, :meth:`init_checkpoint_process_group` for the manager, under the caller's unique key;
+        returns its state after at most ``wait_s`` seconds, as :meth:`poll_checkpoint` does."""
         if op != "connect":
             raise UnsupportedActor(f"a trainer cannot {op}")
         rendezvous = rendezvous_of(request["rendezvous"], None)
         assert rendezvous is not None
-        self.__training().start_connect(
-            key, request["first_rank"], request["world_size"], rendezvous, request["timeout_s"]
-        )
+        training = self.__training()
+        training.start_connect(key, request["first_rank"], request["world_size"], rendezvous, request["timeout_s"])
+        return training.poll(key, wait_s)
 
     def poll_checkpoint(self, key: str, wait_s: float = 0.0) -> OpStatus:
         """State of that operation, after at most ``wait_s`` seconds."""
@@ -112,27 +113,26 @@ class TrainActorMixin:
         self,
         adapter_only: bool = False,
         *,
-        digest: str | None = None,
         bucket_size: int | None = None,
         timeout_s: float | None = None,
-        group: str | None = None,
+        agreed: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Send the weights; returns once the last byte has been read from this trainer's memory.
 
         Args:
             adapter_only: send only the LoRA adapter; not there yet.
-            digest: of the agreed wire manifest; ``None``: the manifest is sent in band first.
             bucket_size: bytes of one chunk at most.
             timeout_s: seconds after which this ends with :class:`~twinkle_ray.errors.SyncTimeout`.
-            group: in which to send; ``None``: in whichever this trainer is, if any.
+            agreed: from the manager, the arguments of :meth:`twinkle_ray.training.Training.send`; ``None``: the
+                manifest is sent in band first.
         """
         if adapter_only:
             raise UnsupportedModel("adapter_only=True: sending only the adapter is not supported yet; sync merged")
+        if agreed is not None:
+            return self.__training().send(**agreed)
         bucket_size = bucket_size or self.checkpoint_bucket_size
         timeout_s = self.checkpoint_timeout_s if timeout_s is None else timeout_s
-        if digest is None:
-            return self.__training().send_announced(bucket_size, timeout_s)
-        return self.__training().send(digest, bucket_size, timeout_s, group)
+        return self.__training().send_announced(bucket_size, timeout_s)
 
     def finalize_checkpoint_engine(self, leave: bool = False, group: str | None = None) -> None:
         """End of one sync. The group is kept unless ``leave``; with ``group`` one of another name is kept even then."""

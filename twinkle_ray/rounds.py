@@ -60,7 +60,7 @@ class Op:
 @dataclass(slots=True)
 class _Waiting:
     name: str
-    kind: str  # call | start | poll
+    kind: str  # call | poll
     handle: Any = None
     key: str = ""
     sent: float = 0.0
@@ -152,10 +152,8 @@ class Round:
             self._pending[member.ref] = _Waiting(name, "call")
             return
         key = f"{_session}-{next(_keys)}"
-        start = member.handle.start_checkpoint.remote(key, member.op, member.request)
-        self._pending[start] = _Waiting(name, "start", member.handle, key)
-        # Sent at once: the common case is one round trip.
-        self._poll(_Waiting(name, "poll", member.handle, key))
+        start = member.handle.start_checkpoint.remote(key, member.op, member.request, _SLICE_S)
+        self._pending[start] = _Waiting(name, "poll", member.handle, key, time.monotonic())
 
     def _poll(self, waiting: _Waiting) -> None:
         waiting.sent = time.monotonic()

@@ -12,7 +12,6 @@ import itertools
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Protocol
 
@@ -34,12 +33,8 @@ from twinkle_ray.worker import WorkerSide, unpack_status
 
 _SLICE_S = 0.2
 _GRACE_S = 2.0
-_LAUNCH_S = 0.2
 _HARMLESS = ("prepare", "agree", "digest")
 """Operations that change nothing; a new one need not wait for their end."""
-_OVERTAKEN_S = 5.0
-"""In actors with several threads or an event loop a poll may run before the start that was sent ahead of it, by at most
-this much."""
 
 _making = threading.Lock()
 
@@ -189,9 +184,6 @@ class Serving:
         self._running: _Running | None = None
         self._coroutine: Coroutine[Any, Any, Any] | None = None
         self._lock = threading.Lock()
-        self._started: deque[str] = deque(maxlen=64)
-        self._early: dict[str, float] = {}
-        self._arrival = threading.Condition()
         self._slice_s = 0.0
 
     # --- what the actor's methods call -------------------------------------------------------------------------
@@ -200,7 +192,7 @@ class Serving:
         """Start an operation. One that still runs is given up first: its driver is gone.
 
         Args:
-            key: the caller's name for it, by which it is polled. Unique, so that the poll can be sent with the start.
+            key: the caller's name for it, by which it is polled. Unique.
             op: ``prepare | connect | agree | receive | receive_announced | digest | leave | sleep | wake_up``.
 
         Raises:
@@ -211,7 +203,6 @@ class Serving:
         if before is not None and not before.ended.is_set():
             self.abort(f"a new {op} was asked for")
             if self.target.loop is None and before.op not in _HARMLESS and not before.ended.is_set():
-                self._note_start(key)
                 raise _still_running(before, op)
         group = str(request["rendezvous"]["group"]) if op == "connect" else self._group
         running = _Running(op, key, group)
@@ -220,7 +211,6 @@ class Serving:
         with self._lock:
             self._running = running
             self._coroutine = coroutine if loop is None else None
-        self._note_start(key)
         if loop is None:
             self._advance(0.0)
         elif _on_loop(loop):
@@ -228,20 +218,12 @@ class Serving:
         else:
             asyncio.run_coroutine_threadsafe(self._as_task(running, coroutine, before), loop)
 
-    def _note_start(self, key: str) -> None:
-        with self._arrival:
-            self._started.append(key)
-            self._early.pop(key, None)
-            self._arrival.notify_all()
-
     def poll(self, key: str, wait_s: float) -> OpStatus:
         """Status of the operation, after at most ``wait_s`` seconds (at once on the engine's own event loop).
 
         Raises:
             SyncAborted: another operation has taken its place.
         """
-        if not self._has_started(key, wait_s):
-            return OpStatus(op="", state=OpState.RUNNING)
         running = self._running
         if running is None or running.key != key:
             raise SyncAborted(f"operation {key} is not the one that runs here; another driver replaced it")
@@ -253,17 +235,6 @@ class Serving:
         elif not _on_loop(self.target.loop):
             running.ended.wait(wait_s)
         return running.status()
-
-    def _has_started(self, key: str, wait_s: float) -> bool:
-        """Whether the start with this key was here, or should have been long ago."""
-        with self._arrival:
-            if self.target.loop is None or not _on_loop(self.target.loop):
-                self._arrival.wait_for(lambda: key in self._started, wait_s)
-            if key in self._started:
-                return True
-            now = time.monotonic()
-            self._early = {k: at for k, at in self._early.items() if now - at < 2 * _OVERTAKEN_S}
-            return now - self._early.setdefault(key, now) > _OVERTAKEN_S
 
     def run(self, op: str, request: dict[str, Any], timeout_s: float) -> Any:
         """Start an operation, wait for its end, and return its result or raise its error.
@@ -519,8 +490,6 @@ class Serving:
         start = time.perf_counter()
 
         async def drop_caches() -> None:
-            # Both are Python: in one process the loop over the cache's blocks (6 ms for 100,000) holds up the launches.
-            await self.target.call("launched", min(_LAUNCH_S, deadline.remaining()), timeout_s=10.0)
             start = time.perf_counter()
             await self.target.drop_caches()
             running.seconds["reset"] = time.perf_counter() - start

@@ -35,6 +35,7 @@ from twinkle_ray.landing import Step
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.plan import Chunk, plan_chunks
 from twinkle_ray.sinks import LoadReport, Sink
+from twinkle_ray.sources import TensorStream
 
 _STAGED = 2
 """Buckets of memory that staged tensors may hold while they are on their way."""
@@ -49,12 +50,14 @@ class _Plan:
     Attributes:
         takes: per chunk what the sender takes of which tensor, ``(tensor, start, stop, sizes)``: the bytes of
             consecutive segments, or ``None`` where one segment is the whole tensor.
+        wholes: per chunk whether it is whole tensors, one after the other.
         pulls: per chunk the bytes of the tensors that begin in it.
         largest: bytes of the largest tensor if it exceeds the bucket, else 0.
     """
 
     chunks: tuple[Chunk, ...]
     takes: tuple[tuple[tuple[int, int, int, tuple[int, ...] | None], ...], ...]
+    wholes: tuple[bool, ...]
     pulls: tuple[int, ...]
     largest: int
 
@@ -79,6 +82,10 @@ def send(
     operation.steps = len(chunks)
     flight = _Flight(group, operation)
     room = _STAGED * bucket_size + plan.largest
+    device = getattr(tensors, "device", None)
+    at_once = (
+        tensors.take if isinstance(tensors, TensorStream) and device and device.type == group.device_type else None
+    )
     tensor = torch.empty(0)
     staged = False
     at = -1
@@ -89,7 +96,10 @@ def send(
         views: list[torch.Tensor] = []
         done = 0
         with operation.timed("gather"):
-            for wanted, start, stop, sizes in takes:
+            if at_once is not None and plan.wholes[index] and takes and takes[0][0] == at + 1:
+                views = list(at_once(len(takes)) or ())
+                at += len(views)
+            for wanted, start, stop, sizes in () if views else takes:
                 while at < wanted:
                     tensor = next(tensors)
                     at += 1
@@ -232,10 +242,15 @@ def _plan(manifest: Manifest, bucket_size: int) -> _Plan:
         while len(_plans) >= _PLANS:
             _plans.pop(next(iter(_plans)))
         chunks = plan_chunks(manifest, bucket_size)
+        takes = tuple(_takes(manifest, chunk) for chunk in chunks)
         largest = max((meta.nbytes for meta in manifest), default=0)
         _plans[key] = _Plan(
             chunks=chunks,
-            takes=tuple(_takes(manifest, chunk) for chunk in chunks),
+            takes=takes,
+            wholes=tuple(
+                all(sizes is None and index == parts[0][0] + i for i, (index, _, _, sizes) in enumerate(parts))
+                for parts in takes
+            ),
             pulls=tuple(sum(manifest.tensors[s.tensor].nbytes for s in c.segments if s.start == 0) for c in chunks),
             largest=largest if largest > bucket_size else 0,
         )

@@ -21,6 +21,7 @@ from twinkle_ray.transfer import receive
 from twinkle_ray.types import Deadline, OpState, OpStatus, Rendezvous
 
 _MANIFESTS_KEPT = 4
+_LAUNCH_S = 0.2
 
 
 class WorkerSide:
@@ -64,6 +65,8 @@ class WorkerSide:
     def receive(self, digest: str, bucket_size: int, timeout_s: float) -> None:
         """Start to receive one sync of the remembered manifest.
 
+        Returns when all is launched, or soon: whatever this thread does next, in Python, would hold the launches up.
+
         Raises:
             NotAgreed: no manifest of this digest was agreed here. The operation itself: this process is in no group, or
                 in one that is not sound any more, or its model has changed.
@@ -83,6 +86,7 @@ class WorkerSide:
             return asdict(receive(group, self.sink, manifest, bucket_size, operation))
 
         self._operation = self.endpoint.start("transfer", work, Deadline.after(timeout_s))
+        self._operation.launched.wait(min(_LAUNCH_S, timeout_s))
 
     def receive_announced(self, timeout_s: float) -> None:
         """Start to receive one sync whose manifest comes first on the group itself (see :func:`announce`)."""
@@ -111,12 +115,6 @@ class WorkerSide:
         if wait_s > 0:
             operation.ended.wait(wait_s)
         return pack_status(operation.status())
-
-    def launched(self, wait_s: float) -> bool:
-        """Whether the last started operation has launched all that it has for the wire, after at most ``wait_s``
-        seconds. Other work in this process no longer holds it up then."""
-        operation = self._operation
-        return operation is None or operation.launched.wait(wait_s)
 
     def abort(self, reason: str) -> None:
         """Give up the running operation and the group."""

@@ -43,10 +43,10 @@ def test_rollouts_say_what_they_hold_after_an_error_that_needs_no_explanation(ac
 def test_a_trainer_is_let_go_when_a_rollout_cannot_join(actors: Any) -> None:
     @ray.remote(num_cpus=0.1)
     class Refuses(RolloutBase):
-        def start_checkpoint(self, key: str, op: str, request: Any) -> None:
+        def start_checkpoint(self, key: str, op: str, request: Any, wait_s: float = 0.0) -> Any:
             if op == "connect":
                 raise RuntimeError("no network here")
-            super().start_checkpoint(key, op, request)
+            return super().start_checkpoint(key, op, request, wait_s)
 
     trainer, rollouts = actors(Trainer), [actors(Refuses, 1), actors(Rollout, 2)]
     manager = CheckpointEngineManager([trainer], rollouts, timeout_s=20)

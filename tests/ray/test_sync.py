@@ -427,10 +427,10 @@ def test_an_error_in_the_trainer_reaches_the_driver_with_its_type_and_the_next_s
 def test_a_rollout_that_hangs_in_init_is_named_at_the_deadline(actors: Any) -> None:
     @ray.remote(num_cpus=0.1)
     class Hangs(RolloutBase):
-        def start_checkpoint(self, key: str, op: str, request: Any) -> None:
+        def start_checkpoint(self, key: str, op: str, request: Any, wait_s: float = 0.0) -> Any:
             if op == "connect":
                 time.sleep(60)
-            super().start_checkpoint(key, op, request)
+            return super().start_checkpoint(key, op, request, wait_s)
 
     trainer, rollouts = actors(Trainer), [actors(Rollout, 1), actors(Hangs, 2)]
     get([a.ping.remote() for a in (trainer, *rollouts)])

@@ -54,7 +54,7 @@ class Rollout:
     """Answers polls with ``status()``; ``...`` means never."""
 
     def __init__(self, status: Callable[[], Any]) -> None:
-        self.start_checkpoint = SimpleNamespace(remote=lambda *args: answer())
+        self.start_checkpoint = SimpleNamespace(remote=lambda *args: answer(status()))
         self.poll_checkpoint = SimpleNamespace(remote=lambda *args: answer(status()))
 
     def op(self) -> Op:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from twinkle_ray.backends.base import SyncGroup
+from twinkle_ray.digest import bytes_view
 from twinkle_ray.endpoint import Operation
 from twinkle_ray.errors import SyncError
 from twinkle_ray.sinks import ModuleSink
@@ -45,7 +46,7 @@ class Wire:
         while len(self.flying) > leave:
             for view in self.flying.popleft():
                 if self.content is None:
-                    self.sent.append(bytes(view.numpy().tobytes()))
+                    self.sent.append(bytes_view(view).numpy().tobytes())
                 else:
                     view.copy_(torch.frombuffer(bytearray(self.content.popleft()), dtype=torch.uint8))
 

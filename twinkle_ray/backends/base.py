@@ -142,13 +142,13 @@ class SyncGroup(BaseGroup):
 
     @abstractmethod
     def broadcast_many(self, views: Sequence[torch.Tensor], src: int = 0) -> None:
-        """Broadcast several contiguous uint8 tensors from rank ``src`` in one launch, in place at both ends.
+        """Broadcast the bytes of several contiguous tensors from rank ``src`` in one launch, in place at both ends.
 
-        All ranks pass tensors of the same sizes in the same order. The work is only launched (on a device: on the
-        group's own stream); :meth:`synchronize` waits for it, and until then the tensors must not change.
+        All ranks pass tensors of the same sizes in bytes, in the same order. The work is only launched (on a device: on
+        the group's own stream); :meth:`synchronize` waits for it, and until then the tensors must not change.
 
         Raises:
-            ConfigError: a tensor is not uint8, not contiguous or not on the group's kind of device.
+            ConfigError: a tensor is not contiguous or not on the group's kind of device.
         """
 
     @abstractmethod
@@ -301,14 +301,13 @@ class SyncGroup(BaseGroup):
 
     def _check_views(self, views: Sequence[torch.Tensor]) -> None:
         # Asked of all at once, which is cheap, and of each only if one is wrong.
-        kinds = {view.dtype for view in views}, {view.device.type for view in views}
-        if kinds == ({torch.uint8}, {self.device_type}) and all(map(torch.Tensor.is_contiguous, views)):
+        if all(map(torch.Tensor.is_contiguous, views)) and {view.device.type for view in views} <= {self.device_type}:
             return
         for index, view in enumerate(views):
-            if view.dtype != torch.uint8 or not view.is_contiguous() or view.device.type != self.device_type:
+            if not view.is_contiguous() or view.device.type != self.device_type:
                 raise ConfigError(
-                    f"view {index} is {view.dtype} on {view.device}, strides {view.stride()}; "
-                    f"a contiguous uint8 tensor on {self.device_type} is needed"
+                    f"view {index} is on {view.device} and has strides {view.stride()}; "
+                    f"a contiguous tensor on {self.device_type} is needed"
                 )
 
     def _op_deadline(self, options: Any) -> Deadline:

@@ -41,6 +41,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.backends.operands import Operand, per_rank, single
 from twinkle_ray.backends.rendezvous import address_towards
+from twinkle_ray.digest import bytes_view
 from twinkle_ray.errors import ConfigError, ManifestMismatch, SyncError, SyncTimeout, TwinkleRayError
 from twinkle_ray.types import Deadline, Rendezvous
 
@@ -111,7 +112,7 @@ class GlooGroup(SyncGroup):
 
     def broadcast_many(self, views: Sequence[torch.Tensor], src: int = 0) -> None:
         self._check_views(views)
-        flat = [view.view(-1) for view in views]
+        flat = [bytes_view(view) for view in views]
 
         def work() -> None:
             self._agree("broadcast", [view.numel() for view in flat], src)

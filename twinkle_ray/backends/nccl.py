@@ -173,7 +173,7 @@ class NcclGroup(SyncGroup):
     def _bcast(self, comm: Any, views: Sequence[torch.Tensor], src: int, stream: int) -> None:
         uint8 = self._nccl.NCCL_UINT8
         for view in views:
-            if count := view.numel():
+            if count := view.nbytes:
                 comm.bcast(view.data_ptr(), count, uint8, src, stream)  # counts in 64 bits
 
     def _launch(self, calls: Callable[[Any, int], None], held: list[Any]) -> None:

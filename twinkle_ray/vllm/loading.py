@@ -210,11 +210,12 @@ class EngineSink:
         if lost:
             raise SyncError(f"{len(lost)} tensors never came, the first of them {lost[0]}", phase="transfer")
         start = time.perf_counter()
-        with self._loading():
-            if self._session is not None:
-                self._session.finish(self._worker.vllm_config.model_config)
-                self._session = None
-            cpu.repack_experts(self._model())
+        if self._session is not None or cpu.applies():
+            with self._loading():
+                if self._session is not None:
+                    self._session.finish(self._worker.vllm_config.model_config)
+                    self._session = None
+                cpu.repack_experts(self._model())
         if self._proof is not None and (self._proof.direct or self._proof.copied):
             with torch.inference_mode():
                 for view, value in self._placement.fills if self._placement else ():
