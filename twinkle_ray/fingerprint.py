@@ -49,15 +49,26 @@ class Fingerprint:
 
     def holds(self) -> bool:
         """Whether all is the same. FSDP2 modules are resharded first; of FSDP1 modules it is not known."""
+        return self.same_tensors() and self.same_tree()
+
+    def same_tensors(self) -> bool:
+        """Whether each module and tensor is where it was, at its address, whatever else there may be by now."""
         if self._opaque:
             return False
         for place in self._sharded:
             place.reshard()
+        values = list(chain.from_iterable(map(dict.values, self._filled)))
         return (
-            not any(self._empty)
-            and list(chain.from_iterable(self._filled)) == self._keys
-            and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
+            len(values) >= len(self._values)
+            and all(map(is_, values, self._values))
             and _addresses(self._plain) == self._addresses
+        )
+
+    def same_tree(self) -> bool:
+        """Whether their names are the same, and nothing was added beside them."""
+        return (
+            list(chain.from_iterable(self._filled)) == self._keys
+            and not any(self._empty)
             and all(map(eq, self._fleeting, self._were_fleeting))
         )
 

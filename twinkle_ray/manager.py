@@ -335,12 +335,19 @@ class CheckpointEngineManager:
             return None
         try:
             with _timed(phases, "transfer"):
-                return self._transfer(self._version + 1, in_flight, False, deadline, after=self._version)
+                results = self._transfer(self._version + 1, in_flight, False, deadline, after=self._version)
         except NotAgreed as error:
             logger.info("agreeing anew: %s", error)
             self._group = self._agreed = None
             phases["refused"] = phases.pop("transfer")
             return None
+        if results[self._trainers[0].name]["outdated"]:
+            # Every rollout holds one whole version of what was agreed, but that is not all of the model any more.
+            logger.info("agreeing anew: the trainer's model has got other names or more tensors")
+            self._agreed = None
+            phases["outdated"] = phases.pop("transfer")
+            return None
+        return results
 
     def _sync_anew(self, in_flight: str, phases: dict[str, float], deadline: Deadline) -> dict[str, dict[str, Any]]:
         """Ask everyone, make a group and agree on the manifest where that is needed, and send."""

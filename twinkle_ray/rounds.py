@@ -7,9 +7,11 @@ moment what they have to say, and raises the error that explains most, naming th
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -36,6 +38,8 @@ _SETTLE_S = 1.5
 
 _MARGIN_S = 0.5
 """Actors end by their own deadline and can say why; the driver's own deadline lies this much later."""
+
+_DRAIN_S = 60.0
 
 _keys = itertools.count(1)
 _session = uuid.uuid4().hex[:8]
@@ -90,6 +94,7 @@ class Round:
         self._owner = owner or (lambda name: name)
         self._pending: dict[Any, _Waiting] = {}
         self._later: list[tuple[float, _Waiting]] = []
+        self._dropped: list[Any] = []
         self._results: dict[str, Any] = {}
         self._errors: dict[str, BaseException] = {}
 
@@ -107,6 +112,8 @@ class Round:
         except BaseException as error:
             self._let_go(f"the driver was interrupted: {type(error).__name__}")
             raise
+        finally:
+            self._drain()
         if self._errors:
             self._let_go(self._reason())
             raise self._verdict()
@@ -218,7 +225,14 @@ class Round:
             self._errors[name] = error
         for ref in [ref for ref, waiting in self._pending.items() if waiting.name == name]:
             del self._pending[ref]
+            self._dropped.append(ref)
         self._later = [entry for entry in self._later if entry[1].name != name]
+
+    def _drain(self) -> None:
+        """Fetch what nobody waits for any more: Ray prints an error that nobody has fetched as an unhandled one."""
+        refs = [*self._dropped, *self._pending]
+        if refs:
+            threading.Thread(target=_fetch, args=(refs,), name="twinkle-drain", daemon=True).start()
 
     def _missing(self) -> list[str]:
         waiting = [*self._pending.values(), *(entry[1] for entry in self._later)]
@@ -284,6 +298,12 @@ class Round:
             )
         made.__cause__ = error
         return made
+
+
+def _fetch(refs: list[Any]) -> None:
+    for ref in refs:
+        with contextlib.suppress(Exception):
+            ray.get(ref, timeout=_DRAIN_S)
 
 
 def as_cause(error: BaseException) -> BaseException:

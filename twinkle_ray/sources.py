@@ -86,10 +86,12 @@ class WeightSource:
             raise ConfigError("the trainer has no weights: its named_weights() yields nothing")
         return Manifest(tuple(metas))
 
-    def tensors(self, wire: Manifest, own: str | None = None) -> TensorStream:
+    def tensors(self, wire: Manifest, own: str | None = None, *, recheck: bool = False) -> TensorStream:
         """The tensors of ``wire``, in its order and its dtypes. Collective if any is sharded.
 
         Args:
+            recheck: names, and whether something was added, may be compared later, by :meth:`TensorStream.recheck`.
+                That the tensors are all still there, the very ones, is compared at once in any case.
             own: digest of the manifest in the trainer's own dtypes from which ``wire`` was agreed. If it is given, a
                 module of other dtypes has changed too; else all that can be cast is.
 
@@ -101,14 +103,17 @@ class WeightSource:
         """
         if not isinstance(self._weights, nn.Module):
             return TensorStream(iter(self._weights()), wire)
-        walked = self._look(self._weights)
+        later = recheck and self._walked is not None and self._walked.fingerprint.same_tensors()
+        walked = self._walked if later and self._walked is not None else self._look(self._weights)
         if own not in (None, walked.manifest.digest):
             _require_same(walked.manifest, wire)  # which can say more
             raise _changed("it has other dtypes")
         if self._sent_as != (walked.manifest.digest, wire.digest):
             _require_same(walked.manifest, wire)
             self._sent_as = walked.manifest.digest, wire.digest
-        return TensorStream(walked.sent, wire, device=walked.device)
+        return TensorStream(
+            walked.sent, wire, device=walked.device, recheck=walked.fingerprint.same_tree if later else None
+        )
 
     def gather_only(self, wire: Manifest) -> None:
         """Take part in the collectives of :meth:`tensors` on a rank that sends nothing, and keep nothing.
@@ -125,14 +130,14 @@ class WeightSource:
         if not isinstance(self._weights, nn.Module):
             return device_of(self._weights())
         walked = self._walked
-        if walked is None or walked.device is None or not walked.holds():
+        if walked is None or walked.device is None or not walked.fingerprint.holds():
             return device_of(self._weights)  # which a module that cannot be sent has too
         return walked.device
 
     def _look(self, module: nn.Module) -> _Walked:
         """The present state of the module: as it was walked last, if nothing has changed since."""
         walked = self._walked
-        if walked is None or not walked.holds():
+        if walked is None or not walked.fingerprint.holds():
             walked = self._walked = _Walked(module, walked)
         return walked
 
@@ -149,6 +154,7 @@ class _Walked:
     Attributes:
         manifest: in the trainer's own dtypes.
         sent: its tensors, in its order.
+        fingerprint: of the module.
         device: of all tensors; ``None`` if it has not been asked for.
     """
 
@@ -175,11 +181,7 @@ class _Walked:
         with contextlib.suppress(UnsupportedModel):  # said by whoever asks for the device
             self.device = device_of(module)
 
-        self._fingerprint = Fingerprint(module)
-
-    def holds(self) -> bool:
-        """Whether a new walk would find the same."""
-        return self._fingerprint.holds()
+        self.fingerprint = Fingerprint(module)
 
     def _describes(self, names: list[str], kinds: list[str], views: list[tuple[Any, ...]]) -> bool:
         """A manifest is a function of these lists and of nothing else, so equal lists need no new one. Views are
@@ -200,8 +202,10 @@ class TensorStream:
         source: a module's tensors in the order of ``wire``, which live on without the consumer; or an iterator of
             (name, tensor).
         device: where they are, if that is known.
+        recheck: whether the module is still as it was walked, as far as that was left to be compared later.
 
     Attributes:
+        outdated: :meth:`recheck` has found that it is not.
         staged: whether the last tensor is memory made for this sync, which the consumer alone keeps.
     """
 
@@ -211,8 +215,11 @@ class TensorStream:
         wire: Manifest,
         *,
         device: torch.device | None = None,
+        recheck: Callable[[], bool] | None = None,
     ) -> None:
         self.staged = True
+        self.outdated = False
+        self._recheck = recheck
         self.device = device
         self._source = source
         self._lasting = not isinstance(source, Iterator)
@@ -249,6 +256,12 @@ class TensorStream:
         self.staged = True
         with torch.no_grad():
             return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+
+    def recheck(self) -> None:
+        """Compare what was left for later, best while others work."""
+        if self._recheck is not None:
+            self.outdated = not self._recheck()
+            self._recheck = None
 
     def take(self, count: int) -> Sequence[torch.Tensor] | None:
         """The next ``count`` tensors at once, not detached, if all are a module's own memory and just as agreed; else

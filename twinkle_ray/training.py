@@ -111,6 +111,9 @@ class Training:
     def send(self, digest: str, bucket_size: int, timeout_s: float, group: str | None = None) -> dict[str, Any]:
         """Send the agreed manifest; returns once the last byte has been read from this trainer's memory.
 
+        If meanwhile it shows that names have changed or something was added, while all that was agreed is still there
+        and was sent, the result is ``outdated``.
+
         A trainer that is not in the group only takes part in the gathers of sharded parameters.
 
         Args:
@@ -147,7 +150,7 @@ class Training:
                 operation.group = None  # another sync's, and not to be given up with this one
             group = operation.group
             try:
-                stream = source.tensors(wire, own)
+                stream = source.tensors(wire, own, recheck=own is not None)
             except ManifestMismatch as error:
                 raise NotAgreed(str(error), phase="transfer") from error
             # On an error the stream's exit still makes the gathers that the other trainer ranks are in.
@@ -178,7 +181,12 @@ class Training:
                 except BaseException as error:
                     group.abort(f"{type(error).__name__}: {error}")  # the receivers need not wait for those gathers
                     raise
-            return {"nbytes": wire.nbytes, "tensors": len(wire), "seconds": operation.seconds}
+            return {
+                "nbytes": wire.nbytes,
+                "tensors": len(wire),
+                "seconds": operation.seconds,
+                "outdated": tensors.outdated,
+            }
 
         result: dict[str, Any] = self.endpoint.start("transfer", work, deadline).outcome()
         return result

@@ -122,6 +122,9 @@ def send(
     while at + 1 < len(manifest):  # zero-size tensors at the end: consumed so that every rank makes the same gathers
         next(tensors)
         at += 1
+    if isinstance(tensors, TensorStream):
+        with operation.timed("gather"):
+            tensors.recheck()
     with operation.timed("wire"):
         if not chunks:
             group.rally()

@@ -173,7 +173,8 @@ class SyncReport:
         tensors, nbytes: sent once, however many replicas received them.
         seconds: from call to return.
         phases: seconds per phase: ``transfer``, and where needed ``sleep``, ``prepare``, ``init``, ``agree``; and
-            ``refused``, if what was agreed turned out to hold no more.
+            ``refused`` or ``outdated``, if what was agreed turned out to hold no more before anything was sent, or to
+            be no longer all of the model after it was.
         replicas: one record per rollout.
         sender: seconds of the first trainer's parts: ``fence`` (what was on its device had to end), ``gather``,
             ``wire``.

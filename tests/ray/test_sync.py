@@ -313,6 +313,86 @@ def test_a_changed_model_is_agreed_anew(actors: Any) -> None:
         assert get(rollout.digests.remote()) == get(trainer.digests.remote())
 
 
+def renamed(actor: Any) -> None:
+    norm = actor.model.norm
+    norm._parameters["shift"] = norm._parameters.pop("bias")
+
+
+def grown(actor: Any) -> None:
+    actor.model.blocks.append(torch.nn.Linear(3, 3))
+
+
+def deepened(actor: Any) -> None:
+    actor.model.norm.add_module("more", torch.nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("change", [renamed, grown, deepened])
+def test_new_names_and_more_tensors_are_agreed_anew_in_the_same_call(actors: Any, change: Any) -> None:
+    trainer, rollout = actors(Trainer), actors(Rollout)
+    with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
+        manager.sync_weights()
+        get([a.call.remote(change) for a in (trainer, rollout)])
+        get(trainer.step.remote(5))
+        report = manager.sync_weights()
+        assert get(rollout.digests.remote()) == get(trainer.digests.remote())
+        assert "agree" in report.phases
+        get(trainer.step.remote(6))
+        assert set(manager.sync_weights().phases) == {"transfer"}
+        assert get(rollout.digests.remote()) == get(trainer.digests.remote())
+
+
+@pytest.mark.parametrize("change", [grown, deepened])
+def test_what_the_rollout_has_no_place_for_is_refused_and_it_holds_one_whole_version(actors: Any, change: Any) -> None:
+    trainer, rollout = actors(Trainer), actors(Rollout)
+    with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
+        manager.sync_weights()
+        versions = [get(trainer.digests.remote())]
+        get(trainer.call.remote(change))
+        get(trainer.step.remote(5))
+        versions.append(get(trainer.digests.remote()))
+        for _ in range(2):
+            with pytest.raises(ManifestMismatch, match=r"blocks\.2|norm\.more"):
+                manager.sync_weights()
+        held = get(rollout.digests.remote())
+        assert held in [{name: version[name] for name in held} for version in versions]
+        assert get(rollout.checkpoint_status.remote()).contents is Contents.WHOLE
+
+
+def test_a_steady_sync_is_one_call_to_each_member(actors: Any) -> None:
+    @ray.remote(num_cpus=0.1)
+    class CountingTrainer(TrainerBase):
+        calls = 0
+
+        def send_checkpoint_weights(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return super().send_checkpoint_weights(*args, **kwargs)
+
+        def checkpoint_status(self) -> Any:
+            self.calls += 1
+            return super().checkpoint_status()
+
+    @ray.remote(num_cpus=0.1)
+    class CountingRollout(RolloutBase):
+        calls = 0
+
+        def start_checkpoint(self, *args: Any) -> Any:
+            self.calls += 1
+            return super().start_checkpoint(*args)
+
+        def poll_checkpoint(self, *args: Any) -> Any:
+            self.calls += 1
+            return super().poll_checkpoint(*args)
+
+    trainer, rollouts = actors(CountingTrainer), [actors(CountingRollout, n) for n in (1, 2)]
+    with CheckpointEngineManager([trainer], rollouts, timeout_s=60) as manager:
+        manager.sync_weights()
+        before = get([a.call.remote(lambda actor: actor.calls) for a in (trainer, *rollouts)])
+        for _ in range(5):
+            manager.sync_weights()
+        after = get([a.call.remote(lambda actor: actor.calls) for a in (trainer, *rollouts)])
+    assert after == [count + 5 for count in before]
+
+
 # --- failures ------------------------------------------------------------------------------------------------------
 
 
