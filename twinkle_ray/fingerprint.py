@@ -74,4 +74,5 @@ class Fingerprint:
 
 
 def _addresses(tensors: list[torch.Tensor]) -> array[int]:
-    return array("Q", map(torch.Tensor.data_ptr, tensors))
+    with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are subclasses
+        return array("Q", map(torch.Tensor.data_ptr, tensors))

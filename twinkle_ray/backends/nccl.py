@@ -41,7 +41,7 @@ _OTHERS_FAULT = (2, 6)  # ncclSystemError (a network call failed), ncclRemoteErr
 
 _SPIN_S = 0.001
 _SLEEP_MIN_S = 50e-6
-_SLEEP_MAX_S = 2e-4
+_SLEEP_MAX_S = 1e-4
 _ASK_TRANSPORT_S = 5e-3
 _ABORT_S = 5.0
 _LAUNCH_S = 0.2

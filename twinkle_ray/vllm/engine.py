@@ -21,9 +21,10 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from twinkle_ray.errors import ReplicaUnavailable, SyncError, SyncTimeout, UnsupportedActor, UnsupportedModel
+from twinkle_ray.errors import PeerLost, ReplicaUnavailable, SyncError, SyncTimeout, UnsupportedActor, UnsupportedModel
 from twinkle_ray.types import Deadline
 from twinkle_ray.vllm.door import Door, still_running
+from twinkle_ray.vllm.line import METHODS, Line
 from twinkle_ray.vllm.plugin import EXTENSION
 from twinkle_ray.vllm.worker import WorkerExtension, answer, error_from_plain
 
@@ -96,6 +97,8 @@ class LLMEngine:
         self._engine.wake_up = self._note_wake
         self._sends = threading.RLock()
         self._asker: _Asker | None = None
+        self._line: Line | None = None
+        self._lineless = False
         if not self._in_process:
             self._guard_socket()
 
@@ -104,6 +107,8 @@ class LLMEngine:
         self.door.remove()
         if self._asker is not None:
             self._asker.close()
+        if self._line is not None:
+            self._line.close()
         for holder, name in (
             (self._engine, "sleep"),
             (self._engine, "wake_up"),
@@ -127,6 +132,13 @@ class LLMEngine:
                 answers = self._engine.collective_rpc(target, timeout=timeout_s, args=(method, *args))
             return _results(answers)
         _require_extension(self._extended)
+        if method in METHODS and (line := self._direct_line()) is not None:
+            try:
+                return _results(line.call(method, *args, timeout_s=timeout_s + _GRACE_S))
+            except (SyncTimeout, PeerLost):
+                line.close()
+                self._line = None
+                raise
         return _results(
             self._ask(
                 f"{method} in the workers",
@@ -134,6 +146,16 @@ class LLMEngine:
                 lambda: self._engine.collective_rpc("twinkle_call", timeout=timeout_s, args=(method, *args)),
             )
         )
+
+    def _direct_line(self) -> Line | None:
+        """The line to a child engine's workers; ``None`` if they are not all on this machine."""
+        if self._line is None and not self._lineless:
+            addresses = self._ask("line", _GRACE_S, lambda: self._engine.collective_rpc("twinkle_line"))
+            try:
+                self._line = Line(addresses)
+            except OSError:
+                self._lineless = True
+        return self._line
 
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
         """Let no request read the weights from here on.

@@ -203,8 +203,8 @@ class EngineSink:
         Raises:
             SyncError: a tensor of the manifest never came.
         """
-        manifest, landing = self._manifest, self._landing
-        if manifest is None or landing is None or self._layout is None:
+        manifest, landing, placement = self._manifest, self._landing, self._placement
+        if manifest is None or landing is None or placement is None or self._layout is None:
             raise SyncError("finish() came before begin() and landing()", phase="transfer")
         lost = [name for i in sorted(landing.staged) if (name := manifest.tensors[i].name) not in self._loaded]
         if lost:
@@ -218,10 +218,10 @@ class EngineSink:
                 cpu.repack_experts(self._model())
         if self._proof is not None and (self._proof.direct or self._proof.copied):
             with torch.inference_mode():
-                for view, value in self._placement.fills if self._placement else ():
+                for view, value in placement.fills:
                     view.fill_(value)  # after a level-2 sleep padding holds anything
-        if self.device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(self.device)
+        if self.device.type not in ("cpu", "meta") and (landing.copied or landing.staged or placement.fills):
+            torch.accelerator.synchronize(self.device)  # what the wire itself wrote is waited for already
         self._seconds["finish"] = time.perf_counter() - start
         ways = [*(["in place"] if self._placed else []), *([self._layout.value] if self._through_loader else [])]
         report = LoadReport(

@@ -8,6 +8,7 @@ arrives as text. So :func:`answer` takes and gives plain data only, and errors a
 
 from __future__ import annotations
 
+import functools
 import traceback
 from typing import Any
 
@@ -17,14 +18,24 @@ from twinkle_ray import errors
 from twinkle_ray.errors import SyncError, TwinkleRayError
 
 _SIDE = "_twinkle_ray_side"
+_LINE = "_twinkle_ray_line"
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class. Its one method must not clash with any of vLLM's."""
+    """Mixed into vLLM's worker class. Its methods must not clash with any of vLLM's."""
 
     def twinkle_call(self, method: str, *args: Any) -> list[Any]:
         """:func:`answer` for this worker."""
         return answer(self, method, *args)
+
+    def twinkle_line(self) -> list[Any]:
+        """Where this worker's :class:`~twinkle_ray.vllm.line.Server` listens; made at the first call."""
+        from twinkle_ray.vllm.line import Server
+
+        if _LINE not in vars(self):
+            setattr(self, _LINE, Server(functools.partial(answer, self)))
+        address: list[Any] = vars(self)[_LINE].address
+        return address
 
 
 def answer(worker: Any, method: str, *args: Any) -> list[Any]:
