@@ -14,7 +14,7 @@ from ray.util.collective.types import BroadcastOptions
 
 from tests.unit.members import footprint, introduce, members, no_more, results
 from twinkle_ray.backends import backend_for, create_group, destroy_group, group_class, register, require
-from twinkle_ray.backends.gloo import SCRATCH, SMALL_VIEW, GlooGroup, _runs
+from twinkle_ray.backends.gloo import BATCH, SCRATCH, SMALL_VIEW, GlooGroup, _batches, _place, _runs
 from twinkle_ray.backends.rendezvous import Meeting, unique_group_name
 from twinkle_ray.errors import (
     BackendUnavailable,
@@ -78,6 +78,7 @@ def send_all(seat):
         "5,000 tiny": exchange(group, [17 + n % 40 for n in range(5000)], seed=2),
         "more than one scratch": exchange(group, [SMALL_VIEW - 1] * (SCRATCH // SMALL_VIEW + 3), seed=3),
         "24 MiB": exchange(group, (24 << 20,), seed=4),
+        "several batches": exchange(group, [SMALL_VIEW + n for n in range(3 * BATCH + 5)], seed=5),
     }
     right["parameters, inference tensors"] = fill_models(group)
     for seed in range(20):  # launched together, one wait
@@ -88,7 +89,7 @@ def send_all(seat):
     return right
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_all_sizes_arrive_right(world_size):
     with members(send_all, world_size) as people:
         introduce(people)
@@ -125,6 +126,41 @@ def test_runs_take_every_view_once_and_keep_the_limits():
     assert [len(run) for run in runs if run[0].numel() >= SMALL_VIEW] == [1, 1]
     assert all(sum(view.numel() for view in run) <= SCRATCH for run in runs)
     assert len(runs) <= 6
+    batches = list(_batches(runs, 1 << 40))
+    assert [run for batch in batches for run in batch] == runs
+    assert all(len(run) == 1 for batch in batches for run in batch[:-1])  # one scratch buffer at most
+    assert [len(batch) for batch in _batches([[views[2]]] * 7, 2 * SMALL_VIEW)] == [2, 2, 2, 1]
+    assert [len(batch) for batch in _batches([[views[2]]] * (2 * BATCH + 1), 1 << 40)] == [BATCH, BATCH, 1]
+
+
+@pytest.mark.parametrize("world_size", range(1, 10))
+def test_a_broadcast_reaches_every_rank_once(world_size):
+    for src in range(world_size):
+        places = [_place(rank, src, world_size) for rank in range(world_size)]
+        assert [rank for rank, (parent, _) in enumerate(places) if parent is None] == [src]
+        assert sorted(child for _, children in places for child in children) == sorted({*range(world_size)} - {src})
+        assert all(places[child][0] == rank for rank, (_, children) in enumerate(places) for child in children)
+        assert max(len(children) for _, children in places) <= (world_size - 1).bit_length()
+
+
+def meet_late(seat):
+    group = seat.group(seconds=2.0)
+    options = type("Options", (), {"dst_rank": 1, "src_rank": 0, "n_elements": 0})
+    tensor = torch.full((5,), float(seat.rank))
+    if seat.rank == 0:
+        time.sleep(2.5)
+        group.send([tensor], options)
+    else:
+        group.recv([tensor], options)
+    right = exchange(group, MIXED)
+    group.destroy_group()
+    return right and tensor.tolist() == [0.0] * 5
+
+
+def test_an_operation_may_take_longer_than_the_connect_was_given():
+    with members(meet_late, 2) as people:
+        introduce(people)
+        assert results(people) == [True, True]
 
 
 # Peers that fail
@@ -196,7 +232,7 @@ def survive(seat):
     if what == "wait":
         while group.failure is None:
             time.sleep(0.005)
-    took, error = failure_of(lambda: [exchange(group, (64 << 20,), seed=n) for n in range(1000)])
+    took, error = failure_of(lambda: [exchange(group, (32 << 20, *[1 << 20] * 32), seed=n) for n in range(1000)])
     seat.say((took, type(error), error.actors, time.time()))
     if what == "wait":
         assert isinstance(group.failure, PeerLost)
@@ -259,6 +295,67 @@ def stuck(seat, how):
     group.destroy_group()
     assert time.monotonic() - before < 1
     return type(error), error.actors, str(error)
+
+
+def stopped_midway(seat, victim):
+    """Rank ``victim`` is stopped when it has begun with two batches of operations."""
+    group = seat.group()
+    finish = group._finish
+
+    def stop(parcels, src):
+        if len(parcels) > 1:  # not the header
+            os.kill(os.getpid(), signal.SIGSTOP)
+        finish(parcels, src)
+
+    views = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(256)]
+    if seat.rank == victim:
+        group._finish = stop
+    else:
+        threading.Timer(1.0, group.abort, ("enough",)).start()
+
+    def transfer():
+        while True:  # a rank that does not need the stopped one gets through once
+            group.broadcast_many(views)
+            group.synchronize(Deadline.after(20))
+
+    took, error = failure_of(transfer)
+    out = not group._busy()
+    for view in views:
+        view.fill_(7)
+    time.sleep(0.2)
+    kept = all(bool((view == 7).all()) for view in views)
+    group.destroy_group()
+    return took, str(error), out, kept
+
+
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (2, 1), (4, 0), (4, 1), (4, 3)])
+def test_an_abort_ends_many_outstanding_operations_and_their_buffers_are_free(world_size, victim):
+    with members(stopped_midway, world_size, victim) as people:
+        introduce(people)
+        others = [member for rank, member in enumerate(people) if rank != victim]
+        for took, text, out, kept in results(others):
+            assert 0.7 < took < 2.0
+            assert "enough" in text
+            assert out
+            assert kept
+
+
+def test_a_failure_is_told_when_the_worker_is_out():
+    meeting = Meeting.open("g", "TWINKLE_GLOO")
+    group = GlooGroup(1, 0, "g")
+    group.connect(meeting.rendezvous, Deadline.after(5), meeting)
+    left = threading.Event()
+
+    def slow():
+        group.abort("now")
+        time.sleep(1.4)  # such as a copy into a model, on a machine that is short of cores
+        left.set()
+
+    group._launch(slow)
+    with pytest.raises(SyncAborted, match="now"):
+        group.synchronize(Deadline.after(10))
+    assert left.is_set()
+    group.destroy_group()
 
 
 def test_an_abort_from_another_thread_releases_a_stuck_receiver_and_tells_the_others():

@@ -112,6 +112,21 @@ def test_a_member_that_leaves_is_no_failure_but_known():
         assert all(failures.empty() for failures in heard)
 
 
+def test_rank_0_leaves_in_good_order_while_another_one_leaves(monkeypatch):
+    with lifelines(3) as (ends, heard, _):
+        tell_all = ends[0]._tell_all
+
+        def late(line):
+            ends[1].close()  # wakes rank 0's thread between its close and its bye
+            tell_all(line)
+
+        monkeypatch.setattr(ends[0], "_tell_all", late)
+        ends[0].close()
+        ends[2]._thread.join(2)
+        assert ends[2].departed is not None
+        assert heard[2].empty()
+
+
 def test_an_abort_is_heard_by_one_who_dials_after_it():
     with lifelines(3, dialling=[1]) as (ends, heard, rendezvous):
         ends[1].abort("early")

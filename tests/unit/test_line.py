@@ -60,7 +60,7 @@ def test_a_worker_that_does_not_answer_is_a_time_out() -> None:
 
 
 def test_a_worker_on_another_machine_cannot_be_called() -> None:
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="refused"):
         Line([["\0twinkle_ray-nobody-listens", "00" * 32]])
 
 

@@ -5,15 +5,23 @@ caller that gives up leaves the thread behind. The buffers of an operation belon
 has ended, because an abandoned gloo receive may still write into them.
 
 Gloo has no abort of its own that works (``ProcessGroup.abort`` does nothing). What works is to shut down the connected
-sockets between this group's ranks: pending operations raise within milliseconds. They are found among the process's
-descriptors by gloo's listening port, which each rank publishes in the store. The listener itself is never touched:
-gloo ends the process if it fails. Needs Linux (``/proc/self/fd``).
+sockets between this group's ranks: operations that wait for their turn raise within milliseconds. They are found among
+the process's descriptors by gloo's listening port, which each rank publishes in the store. The listener itself is never
+touched: gloo ends the process if it fails. Needs Linux (``/proc/self/fd``).
+
+One operation is not released by that: the send that gloo is just writing or the receive that it is just reading. A wait
+for it would last for ever (torch 2.13). So of a batch of tensors none is waited for, but a byte that follows them, and
+at the sender a byte by which the receiver answers. Gloo's own collectives, which only Ray's API uses here, have no such
+remedy; a failure in the middle of one is told after a second, and its thread is lost.
 
 A gloo broadcast or receive of unequal sizes terminates the receiver's process, without an exception. Therefore each
-operation is preceded by 24 bytes that say what comes (0.1-0.4 ms), and ranks that disagree raise ManifestMismatch.
+operation is preceded by 24 bytes that say what comes, and ranks that disagree raise ManifestMismatch.
 
-Broadcasts are not cut into pieces: measured on 2 cores, 512 MiB in one piece went at 4.6 GB/s to one receiver and 1.8
-GB/s to two; in pieces of 16 MiB at 4.2 and 1.5, of 1 MiB at 2.4 and 0.9. Views under 64 KiB share a scratch buffer.
+Broadcasts are sends and receives along a tree, not gloo's broadcasts: those make several threads wake up one after the
+other for each tensor, 0.2-0.3 ms, while gloo's own thread goes through sends and receives that were posted ahead
+without waking any. Measured on 2 cores, 539 MB in 339 tensors in proportion to one tensor of as many bytes: to one
+receiver 1.02-1.16 (with gloo's broadcasts 1.5-1.7), to three 0.96 (1.59); several of gloo's broadcasts at a time,
+with 2 to 8 threads, were no better than one. Views are not cut into pieces.
 """
 
 from __future__ import annotations
@@ -27,8 +35,10 @@ import struct
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any, ClassVar
@@ -46,10 +56,21 @@ from twinkle_ray.errors import ConfigError, ManifestMismatch, SyncError, SyncTim
 from twinkle_ray.types import Deadline, Rendezvous
 
 SMALL_VIEW = 64 << 10
-"""Bytes under which a view is sent together with other small ones. Above it a collective's own 0.1-0.4 ms is small."""
+"""Bytes under which a view is sent together with other small ones. Limits of 16 to 256 KiB were equally fast."""
 SCRATCH = 16 << 20
 """Bytes of one scratch buffer at most."""
+BATCH = 256
+"""Operations of a broadcast that are started together. Two such batches at most are on their way at a time."""
+BATCH_BYTES = 256 << 20
+"""Bytes from which a batch is complete. The end of a batch costs a few wake-ups: of 64 MiB each, 540 MB took 1.11-1.18
+times as long as in one buffer, of 256 MiB 1.02-1.07."""
+FORWARDED_BYTES = 64 << 20
+"""The same if ranks hand on what they receive, for which they wait until they have the batch."""
 
+_EXIT_S = 1.0
+"""How long a failure is kept from the caller while the worker is not out of its operation; for broadcasts, which surely
+come to an end, it may be as long as the deadline."""
+_LAST_TAG = (1 << 31) - 4
 _NEVER = timedelta(days=1)  # gloo's own time-out; ours is synchronize()'s deadline
 _HEADER = struct.Struct("<QQ8s")
 _REDUCIBLE = frozenset(
@@ -76,6 +97,12 @@ class GlooGroup(SyncGroup):
         self._pg: Any = None
         self._worker: _Worker | None = None
         self._pending: list[Future[None]] = []
+        # Gloo's operations of a broadcast that are not known to have ended; the worker's own.
+        self._receives: deque[Any] = deque()
+        self._sends: deque[Any] = deque()
+        self._acks: deque[Any] = deque()  # receives of what answers the sends
+        self._byte_out = torch.zeros(1, dtype=torch.uint8)
+        self._tag = 0  # of a broadcast's last part; its answer has the next. 0 and 1 belong to send and recv.
         self._own_port = 0
         self._peers: frozenset[Address] = frozenset()
 
@@ -113,13 +140,7 @@ class GlooGroup(SyncGroup):
     def broadcast_many(self, views: Sequence[torch.Tensor], src: int = 0) -> None:
         self._check_views(views)
         flat = [bytes_view(view) for view in views]
-
-        def work() -> None:
-            self._agree("broadcast", [view.numel() for view in flat], src)
-            for run in _runs(flat):
-                self._broadcast_run(run, src)
-
-        self._launch(work)
+        self._launch(lambda: self._broadcast(flat, src))
 
     def rally(self) -> None:
         self._launch(self._barrier)
@@ -128,20 +149,22 @@ class GlooGroup(SyncGroup):
         self.settle(deadline, 0)
 
     def settle(self, deadline: Deadline, leave: int) -> None:
+        self._settle(deadline, leave, max(deadline.remaining(), _EXIT_S))
+
+    def _settle(self, deadline: Deadline, leave: int, exit_s: float) -> None:
         count = max(0, len(self._pending) - leave)
         pending, self._pending = self._pending[:count], self._pending[count:]
         while wait(pending, timeout=min(0.05, deadline.remaining())).not_done:
-            if deadline.expired:
-                raise self._fail(
-                    SyncTimeout(
-                        f"rank {self._rank} of group {self._group_name} waited {deadline.seconds:.1f} s for a transfer",
-                        phase="transfer",
-                    ),
-                    tell=True,
-                )
-            if self._failed.is_set():
-                wait(pending, timeout=1.0)
-                break
+            if not self._failed.is_set():
+                if not deadline.expired:
+                    continue
+                who = f"rank {self._rank} of group {self._group_name}"
+                message = f"{who} waited {deadline.seconds:.1f} s for a transfer"
+                self._fail(SyncTimeout(message, phase="transfer"), tell=True)
+            # Whoever is told of the failure may use these buffers again. The sockets are shut, so the worker is out
+            # within milliseconds if it gets a core.
+            wait(pending, timeout=exit_s)
+            break
         for future in pending:
             if future.done():
                 future.result()
@@ -153,13 +176,7 @@ class GlooGroup(SyncGroup):
     def broadcast(self, tensor: Any, broadcast_options: Any = ray_types.BroadcastOptions()) -> None:  # noqa: B008
         operand = single(tensor, self.device_type)
         src = broadcast_options.root_rank
-
-        def work() -> None:
-            self._agree("broadcast", [operand.bytes.numel()], src)
-            for run in _runs([operand.bytes]):
-                self._broadcast_run(run, src)
-
-        self._now(work, broadcast_options)
+        self._now(lambda: self._broadcast([operand.bytes], src), broadcast_options)
         if self._rank != src:
             operand.put_back()
 
@@ -185,7 +202,7 @@ class GlooGroup(SyncGroup):
             options = dist.ReduceOptions()
             options.rootRank, options.reduceOp = root, _REDUCE_OPS[op]
             if tensor_in.numel():
-                self._wait(lambda: self._pg.reduce([tensor_in], options))
+                self._wait(self._pg.reduce, [tensor_in], options)
 
         self._now(work, reduce_options)
         if self._rank == root:
@@ -203,7 +220,7 @@ class GlooGroup(SyncGroup):
         def work() -> None:
             self._agree("allgather", [operand.bytes.numel()])
             if operand.tensor.numel():
-                self._wait(lambda: self._pg.allgather([[output.bytes for output in outputs]], [operand.bytes]))
+                self._wait(self._pg.allgather, [[output.bytes for output in outputs]], [operand.bytes])
 
         self._now(work, allgather_options)
         for output in outputs:
@@ -233,12 +250,14 @@ class GlooGroup(SyncGroup):
 
     def send(self, tensor: Any, send_options: Any) -> None:
         data = single(tensor, self.device_type).first(send_options.n_elements)
-        header = torch.tensor([data.numel()], dtype=torch.int64)
+        header = torch.tensor([data.numel()], dtype=torch.int64).view(torch.uint8)
+        parcels = [_Parcel(part) for part in (header, data, self._byte_out) if part.numel()]
 
         def work() -> None:
-            self._wait(lambda: self._pg.send([header], send_options.dst_rank, 0))
-            if data.numel():
-                self._wait(lambda: self._pg.send([data], send_options.dst_rank, 0))
+            self._ask([send_options.dst_rank], 1)
+            self._send_on(parcels, [send_options.dst_rank])
+            self._land(self._acks, 1)
+            self._sends.clear()
 
         self._now(work, send_options)
 
@@ -249,20 +268,22 @@ class GlooGroup(SyncGroup):
 
         def work() -> None:
             src = recv_options.src_rank
-            self._wait(lambda: self._pg.recv([header], src, 0))
+            self._wait(self._pg.recv, [header], src, 0)
             if int(header) != data.numel():
                 raise ManifestMismatch(
                     f"rank {src} sends {int(header)} bytes, but rank {self._rank} expects {data.numel()}"
                 )
-            if data.numel():
-                self._wait(lambda: self._pg.recv([data], src, 0))
+            parts = [part for part in (data, torch.empty(1, dtype=torch.uint8)) if part.numel()]
+            self._receives += [self._start(self._pg.recv, [part], src, 0) for part in parts]
+            self._land(self._receives, len(parts))
+            self._wait(self._pg.send, [self._byte_out], src, 1)
 
         self._now(work, recv_options)
         operand.put_back()
 
     def _now(self, work: Callable[[], None], options: Any) -> None:
         self._launch(work)
-        self.synchronize(self._op_deadline(options))
+        self._settle(self._op_deadline(options), 0, _EXIT_S)
 
     def _launch(self, work: Callable[[], None]) -> None:
         self._check()
@@ -277,23 +298,52 @@ class GlooGroup(SyncGroup):
                 raise self._fail(error, tell=True) from None
             except Exception as error:
                 raise self._fail_locally(error) from error
+            finally:
+                self._abandon()  # after a failure the sockets are shut by now
 
         assert self._worker is not None
         self._pending.append(self._worker.submit(guarded))
 
-    def _wait(self, launch: Callable[[], Any]) -> None:
+    def _wait(self, launch: Callable[..., Any], *args: Any) -> None:
         """Run one gloo operation in the worker to its end."""
+        self._end(self._start(launch, *args))
+
+    def _start(self, launch: Callable[..., Any], *args: Any) -> Any:
         try:
-            launch().wait()
+            return launch(*args)
         except RuntimeError as error:
             raise self._broken(error) from error
 
-    def _agree(self, what: str, sizes: Sequence[int], src: int = 0) -> None:
-        """Raise ManifestMismatch on each rank that is about to do something else than rank ``src``."""
-        digest = hashlib.blake2b(what.encode() + array("Q", sizes).tobytes(), digest_size=8).digest()
+    def _end(self, work: Any) -> None:
+        try:
+            work.wait(_NEVER)
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    def _land(self, receives: deque[Any], count: int) -> None:
+        """Wait for the last of the oldest ``count``; the others have come before it."""
+        self._end(receives[count - 1])  # once only: gloo counts it off, and a second wait would never end
+        for _ in range(count):
+            receives.popleft()
+
+    def _abandon(self) -> None:
+        """Drop what has not ended. Gloo knows an operation's buffer through the operation only, whose end waits for a
+        read or write that is just being made; so nothing uses the buffers afterwards."""
+        for works in (self._receives, self._sends, self._acks):
+            works.clear()
+
+    def _agree(self, what: str, sizes: Sequence[int], src: int = 0, later: deque[list[_Parcel]] | None = None) -> None:
+        """Raise ManifestMismatch on each rank that is about to do something else than rank ``src``, which waits for
+        the others unless it may do that ``later``."""
+        digest = hashlib.blake2b(f"{what} {src} ".encode() + array("Q", sizes).tobytes(), digest_size=8).digest()
         mine = _HEADER.pack(len(sizes), sum(sizes), digest)
         header = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        self._broadcast_run([header], src)
+        parcels = [_Parcel(header)]
+        self._post(parcels, src)
+        if self._rank == src and later is not None:
+            later.append(parcels)
+            return
+        self._finish(parcels, src)
         theirs = header.numpy().tobytes()
         if theirs != mine:
             count, total, _ = _HEADER.unpack(theirs)
@@ -302,27 +352,66 @@ class GlooGroup(SyncGroup):
                 f"but rank {src} is at one of {count} with {total}; another operation, order or size"
             )
 
-    def _broadcast_run(self, run: list[torch.Tensor], src: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        if len(run) == 1:
-            self._wait(lambda: self._pg.broadcast(run, options))
-            return
-        sizes = [view.numel() for view in run]
-        scratch = torch.cat(run) if self._rank == src else torch.empty(sum(sizes), dtype=torch.uint8)
-        self._wait(lambda: self._pg.broadcast([scratch], options))
-        if self._rank != src:
-            torch._foreach_copy_(run, list(torch.split(scratch, sizes)))
+    def _broadcast(self, views: Sequence[torch.Tensor], src: int) -> None:
+        ahead: deque[list[_Parcel]] = deque()
+        self._agree("broadcast", [view.numel() for view in views], src, ahead)
+        limit = BATCH_BYTES if self._world_size <= 3 else FORWARDED_BYTES
+        for runs in _batches(_runs(views), limit):
+            batch = [_parcel(run, filled=self._rank == src) for run in runs]
+            ahead.append([*batch, _Parcel(torch.zeros(1, dtype=torch.uint8))])
+            self._post(ahead[-1], src)
+            if len(ahead) > 1:
+                self._finish(ahead.popleft(), src)
+        while ahead:
+            self._finish(ahead.popleft(), src)
+
+    def _post(self, parcels: Sequence[_Parcel], src: int) -> None:
+        """Start a batch as far as it can be started at once: the sends of rank ``src``, the receives of others."""
+        parent, children = _place(self._rank, src, self._world_size)
+        for parcel in parcels:
+            parcel.tag = self._tag = self._tag % _LAST_TAG + 2
+        if parent is None:
+            self._ask(children, self._tag + 1)
+            self._send_on(parcels, children)
+        for parcel in parcels if parent is not None else ():
+            self._receives.append(self._start(self._pg.recv, [parcel.tensor], parent, parcel.tag))
+
+    def _finish(self, parcels: Sequence[_Parcel], src: int) -> None:
+        """Wait for a batch, hand it on, and put it where it belongs."""
+        parent, children = _place(self._rank, src, self._world_size)
+        answer = parcels[-1].tag + 1
+        if parent is not None:
+            self._land(self._receives, len(parcels))
+            self._ask(children, answer)
+            self._send_on(parcels, children)
+            self._wait(self._pg.send, [self._byte_out], parent, answer)
+            for parcel in parcels:
+                parcel.spread()
+        for _ in children:
+            self._land(self._acks, 1)
+        for _ in range(len(parcels) * len(children)):
+            self._sends.popleft()
+
+    def _ask(self, ranks: Sequence[int], tag: int) -> None:
+        """Begin to receive the byte by which each of these says that it has what it will be sent."""
+        for rank in ranks:
+            answer = torch.empty(1, dtype=torch.uint8)
+            self._acks.append(self._start(self._pg.recv, [answer], rank, tag))
+
+    def _send_on(self, parcels: Sequence[_Parcel], ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            for parcel in parcels:
+                self._sends.append(self._start(self._pg.send, [parcel.tensor], rank, parcel.tag))
 
     def _barrier(self) -> None:
         self._agree("barrier", [])
-        self._wait(lambda: self._pg.barrier())
+        self._wait(self._pg.barrier)
 
     def _allreduce(self, tensor: torch.Tensor, op: ray_types.ReduceOp) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
         if tensor.numel():
-            self._wait(lambda: self._pg.allreduce([tensor], options))
+            self._wait(self._pg.allreduce, [tensor], options)
 
     def _busy(self) -> bool:
         return any(not future.done() for future in self._pending)
@@ -388,6 +477,50 @@ def _runs(views: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             used += nbytes
     if run:
         yield run
+
+
+def _batches(runs: Iterable[list[torch.Tensor]], limit: int) -> Iterator[list[list[torch.Tensor]]]:
+    """Runs to be started together. One that needs a scratch buffer ends its batch: that bounds their memory."""
+    batch: list[list[torch.Tensor]] = []
+    used = 0
+    for run in runs:
+        batch.append(run)
+        used += sum(view.numel() for view in run)
+        if len(batch) == BATCH or used >= limit or len(run) > 1:
+            yield batch
+            batch, used = [], 0
+    if batch:
+        yield batch
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """One operation's tensor, and the views that it stands for if it is a scratch buffer."""
+
+    tensor: torch.Tensor
+    views: Sequence[torch.Tensor] = ()
+    tag: int = 0
+
+    def spread(self) -> None:
+        if self.views:
+            torch._foreach_copy_(
+                list(self.views), list(torch.split(self.tensor, [view.numel() for view in self.views]))
+            )
+
+
+def _parcel(run: list[torch.Tensor], *, filled: bool) -> _Parcel:
+    if len(run) == 1:
+        return _Parcel(run[0])
+    scratch = torch.cat(run) if filled else torch.empty(sum(view.numel() for view in run), dtype=torch.uint8)
+    return _Parcel(scratch, run)
+
+
+def _place(rank: int, src: int, world_size: int) -> tuple[int | None, list[int]]:
+    """Of whom a rank receives a broadcast from ``src`` and to whom it sends it: a binomial tree, as gloo's own is."""
+    at = (rank - src) % world_size
+    parent = None if at == 0 else (at - (1 << at.bit_length() - 1) + src) % world_size
+    steps = range(at.bit_length(), world_size.bit_length())
+    return parent, [(at + (1 << step) + src) % world_size for step in steps if at + (1 << step) < world_size]
 
 
 def _reducible(operand: Operand) -> Operand:

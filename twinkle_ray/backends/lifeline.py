@@ -166,6 +166,7 @@ class _Hub(Lifeline):
             self._complete.set()
         self._members: dict[int, _Peer] = {}
         self._strangers: set[_Peer] = set()
+        self._ended = False  # later than _closed: the thread closes the connections, which the bye must precede
         self._said = b""  # what a member that dials late must hear
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -185,7 +186,7 @@ class _Hub(Lifeline):
 
     def _serve(self) -> None:
         try:
-            while not self._closed:
+            while not self._ended:
                 ready = [key.fileobj for key, _ in self._selector.select(1.0 if self._strangers else None)]
                 for peer in [peer for peer in self._peers() if peer.sock in ready]:
                     self._read(peer)
@@ -289,6 +290,7 @@ class _Hub(Lifeline):
             socks = [peer.sock for peer in self._members.values()]
         for sock in socks:
             _shutdown(sock, socket.SHUT_WR)
+        self._ended = True
         with contextlib.suppress(OSError):  # the thread has ended by itself
             self._wake_writer.send(b"x")
         self._join(1.0)

@@ -150,9 +150,8 @@ class LLMEngine:
     def _direct_line(self) -> Line | None:
         """The line to a child engine's workers; ``None`` if they are not all on this machine."""
         if self._line is None and not self._lineless:
-            addresses = self._ask("line", _GRACE_S, lambda: self._engine.collective_rpc("twinkle_line"))
             try:
-                self._line = Line(addresses)
+                self._line = self._ask("line", _GRACE_S, lambda: Line(self._engine.collective_rpc("twinkle_line")))
             except OSError:
                 self._lineless = True
         return self._line

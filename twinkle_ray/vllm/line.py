@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -42,7 +43,7 @@ class Server:
         while True:
             try:
                 connection = self._listener.accept()
-            except (OSError, EOFError, ValueError):  # a caller that left, or has no key
+            except (OSError, EOFError, AuthenticationError):  # a caller that left, or has no key
                 time.sleep(0.05)
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="twinkle_ray-line", daemon=True).start()
@@ -89,6 +90,8 @@ class Line:
                     if not connection.poll(max(0.0, deadline - time.monotonic())):
                         raise SyncTimeout(f"a vLLM worker did not answer {method} within {timeout_s:.1f} s")
                     answers.append(connection.recv())
+            except SyncTimeout:  # which is an OSError
+                raise
             except (EOFError, OSError) as error:
                 raise PeerLost(f"a worker process of this vLLM engine is gone ({type(error).__name__})") from error
         return answers
