@@ -105,11 +105,12 @@ class Trainer(TrainActorMixin):
         return found
 
     def send_checkpoint_weights(self, *args: Any, **kwargs: Any) -> Any:
+        answer = super().send_checkpoint_weights(*args, **kwargs)
         self.sends += 1
-        return super().send_checkpoint_weights(*args, **kwargs)
+        return answer
 
     def sent(self) -> int:
-        """How often weights were asked for."""
+        """How often weights were sent, to the last byte."""
         return self.sends
 
     def join(self, rank: int, port: int) -> None:
