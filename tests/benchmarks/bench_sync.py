@@ -75,18 +75,21 @@ class Trainer(TrainActorMixin):
 
 
 class ModuleRollout(RolloutActorMixin):
-    def __init__(self, shapes: Shapes, device: str, folder: str, child: bool) -> None:
+    def __init__(self, shapes: Shapes, device: str, folder: str, child: bool, share: float) -> None:
         self.model = Shaped(shapes, device)
 
     def generate(self) -> None:
         """A module has nothing to generate with."""
+
+    def blocks(self) -> None:
+        """It has no cache either."""
 
     def raw(self, nbytes: int, rounds: int) -> list[list[float]]:
         return [broadcast_raw(self._RolloutActorMixin__twinkle_serving.target._side.endpoint, nbytes, rounds)]  # type: ignore[attr-defined]
 
 
 class EngineRollout(RolloutActorMixin):
-    def __init__(self, shapes: Shapes, device: str, folder: str, child: bool) -> None:
+    def __init__(self, shapes: Shapes, device: str, folder: str, child: bool, share: float) -> None:
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(child)),
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -95,7 +98,7 @@ class EngineRollout(RolloutActorMixin):
         }
         import vllm
 
-        more = {"gpu_memory_utilization": 0.8} if device == "cuda" else {"kv_cache_memory_bytes": 64 << 20}
+        more = {"gpu_memory_utilization": share} if device == "cuda" else {"kv_cache_memory_bytes": 64 << 20}
         self.llm = vllm.LLM(
             folder,
             load_format="dummy",
@@ -114,6 +117,10 @@ class EngineRollout(RolloutActorMixin):
         prompts = [{"prompt_token_ids": [1, 5, 9, 2, 7] * 20}]
         self.llm.generate(prompts, self.sampling, use_tqdm=False)
 
+    def blocks(self) -> int:
+        """Blocks of the KV cache, which vLLM walks one by one to drop it."""
+        return self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+
     def raw(self, nbytes: int, rounds: int) -> list[list[float]]:
         return self.llm.collective_rpc(raw_in_worker, args=(nbytes, rounds))
 
@@ -127,7 +134,9 @@ def measure(model: str, kind: str, options: argparse.Namespace) -> dict[str, Any
         (Path(folder) / "config.json").write_text(json.dumps(config))
         rollout_kind = ModuleRollout if kind == "module" else EngineRollout
         trainer = ray.remote(**resources)(Trainer).remote(shapes, options.device)
-        rollout = ray.remote(**resources)(rollout_kind).remote(shapes, options.device, folder, kind == "child")
+        rollout = ray.remote(**resources)(rollout_kind).remote(
+            shapes, options.device, folder, kind == "child", options.share
+        )
         try:
             with CheckpointEngineManager([trainer], [rollout], timeout_s=300) as manager:
                 ray.get([trainer.checkpoint_status.remote(), rollout.checkpoint_status.remote()], timeout=600)
@@ -139,6 +148,7 @@ def measure(model: str, kind: str, options: argparse.Namespace) -> dict[str, Any
                 rounds = options.rounds
                 raws = [trainer.raw.remote(nbytes, rounds), rollout.raw.remote(nbytes, rounds)]
                 sent, received = ray.get(raws, timeout=300)
+                blocks = ray.get(rollout.blocks.remote(), timeout=60)
                 compared = manager.verify().compared if options.verify else None
         finally:
             ray.kill(trainer)
@@ -163,6 +173,7 @@ def measure(model: str, kind: str, options: argparse.Namespace) -> dict[str, Any
         "phases ms": _ms(reports[-1].phases),
         "replica ms": _ms(last.seconds),
         "sender ms": _ms(reports[-1].sender),
+        "KV blocks": blocks,
         "compared": compared,
     }
 
@@ -191,6 +202,7 @@ def main() -> None:
     parser.add_argument("--rollouts", nargs="+", default=["module", "engine"], choices=["module", "engine", "child"])
     parser.add_argument("--scale", type=int, default=7, help="divides widths; 1: full size")
     parser.add_argument("--rounds", type=int, default=10, help="measured syncs, after two that are not")
+    parser.add_argument("--share", type=float, default=0.5, help="of a GPU's memory that an engine may take")
     parser.add_argument("--verify", action="store_true", help="compare SHA-256 sums in the end (7B: a minute)")
     parser.add_argument("--out", type=Path, help="also write the table here")
     options = parser.parse_args()

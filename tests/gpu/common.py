@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +113,14 @@ class _Communicator:
 def sabotage(side: Any, site: str, at: int) -> None:
     """Let the ``at``-th call from now on raise, once, in a receiver that is in a group.
 
-    ``buffer``: of the sink; ``chunk``: of the group's ``broadcast_many``, with half of the chunk launched; ``launch``:
+    ``landing``: of the sink; ``chunk``: of the group's ``broadcast_many``, with half of the chunk launched; ``launch``:
     of NCCL's broadcast within one group launch.
     """
     group = side.endpoint.group
     if site == "launch":
         group._comm = _Communicator(group._comm, at)
         return
-    holder, name = (side.sink, "buffer") if site == "buffer" else (group, "broadcast_many")
+    holder, name = (side.sink, "landing") if site == "landing" else (group, "broadcast_many")
     original = getattr(holder, name)
     left = at
 
@@ -210,20 +209,30 @@ class TrainerBase(TrainActorMixin, Common):
         source = self._TrainActorMixin__twinkle_training.source()
         original = source.tensors
 
-        def tensors(wire: Any) -> Any:
+        def tensors(*args: Any, **kwargs: Any) -> Any:
             del source.tensors
-            stream = original(wire)
-            stream._pairs = _broken(stream._pairs, at)
+            stream = original(*args, **kwargs)
+            stream._source = _Broken(stream._source, at)
             return stream
 
         source.tensors = tensors
 
 
-def _broken(pairs: Iterator[Any], at: int) -> Iterator[Any]:
-    yield from itertools.islice(pairs, at - 1)
-    if at > 1:
-        time.sleep(0.3)  # what went before it is not only launched, but has arrived
-    raise RuntimeError(SABOTAGE)
+class _Broken(Sequence[torch.Tensor]):
+    """Tensors of which the ``at``-th cannot be had."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], at: int) -> None:
+        self._tensors, self._at = tensors, at
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, place: Any) -> Any:
+        if (place.stop if isinstance(place, slice) else place + 1) >= self._at:
+            if self._at > 1:
+                time.sleep(0.3)  # what went before it is not only launched, but has arrived
+            raise RuntimeError(SABOTAGE)
+        return self._tensors[place]
 
 
 class RolloutBase(RolloutActorMixin, Common):

@@ -313,10 +313,10 @@ def faults(bench: Bench) -> list[tuple[str, str, int]]:
     rollout, trainer, middle = "rollout[0]", "trainer[0]", bench.tensors // 2
     launch, chunk = ("launch", middle) if bench.cuda else ("chunk", 8), ("launch", 3) if bench.cuda else ("chunk", 1)
     if bench.into == "vLLM in a child process":
-        return [(rollout, "buffer", 2), (rollout, *launch)]
+        return [(rollout, "landing", 1), (rollout, *launch)]
     if bench.serves:
-        return [(rollout, "buffer", middle), (rollout, *chunk), (trainer, "tensor", 1), (trainer, "tensor", middle)]
-    on_rollout = [("buffer", 2), ("buffer", middle), ("chunk", 1), ("chunk", 8), ("launch", 3), ("launch", middle)]
+        return [(rollout, "landing", 1), (rollout, *chunk), (trainer, "tensor", 1), (trainer, "tensor", middle)]
+    on_rollout = [("landing", 1), ("chunk", 1), ("chunk", 8), ("launch", 3), ("launch", middle)]
     return [*((rollout, *one) for one in on_rollout), (trainer, "tensor", 1), (trainer, "tensor", middle)]
 
 
