@@ -5,9 +5,10 @@
 
 *raw* is one broadcast of the same number of bytes through the very group that the sync uses, between plain buffers,
 until its last member has them. *sync* is ``manager.sync_weights()`` from call to return, the median after the second
-one. Rollouts are a plain module, vLLM in the actor's process (``engine``) or in a child process (``child``), with dummy
-weights: nothing is read from a disk but a configuration. ``--scale`` divides widths, vocabulary and heads, never the
-number of tensors.
+one, each after a training step and a generation, which fills the prefix cache; *again* is the same, one sync right
+after the other. Rollouts are a plain module, vLLM in the actor's process (``engine``) or in a child process
+(``child``), with dummy weights: nothing is read from a disk but a configuration. ``--scale`` divides widths, vocabulary
+and heads, never the number of tensors.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ def measure(model: str, kind: str, options: argparse.Namespace) -> dict[str, Any
                 for _ in range(2 + options.rounds):
                     ray.get([trainer.step.remote(), rollout.generate.remote()], timeout=300)
                     reports.append(manager.sync_weights())
+                again = [manager.sync_weights().seconds for _ in range(options.rounds)]
                 nbytes = reports[-1].nbytes
                 rounds = options.rounds
                 raws = [trainer.raw.remote(nbytes, rounds), rollout.raw.remote(nbytes, rounds)]
@@ -165,7 +167,9 @@ def measure(model: str, kind: str, options: argparse.Namespace) -> dict[str, Any
         "raw ms": round(raw * 1e3, 2),
         "sync ms": round(ours * 1e3, 2),
         "worst ms": round(max(steady) * 1e3, 2),
-        "sync/raw": round(ours / raw, 2),
+        "sync/raw": round(ours / raw, 3),
+        "again ms": round(statistics.median(again) * 1e3, 2),
+        "again/raw": round(statistics.median(again) / raw, 3),
         "direct": f"{last.direct_bytes / nbytes:.1%}",
         "path": last.path,
         "first s": round(first.seconds, 2),

@@ -245,7 +245,7 @@ def check_sums(bench: Bench) -> None:
 
 
 def check_torn(bench: Bench) -> None:
-    rounds = {True: (40, _START_S), False: (5, 20)}[bench.cuda][not bench.serves]
+    rounds = {True: (40, 200), False: (5, 20)}[bench.cuda][not bench.serves]
     times = []
     start = time.monotonic()
     for version in range(1, rounds + 1):

@@ -48,6 +48,7 @@ class Door:
 
     Attributes:
         lock: held by whoever is inside a guarded method that computes or speaks to workers.
+        used: whether a request may have computed anything since this was last set to ``False``.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Door:
         self.lock = threading.RLock()
         self.advance = advance
         self.wait_s = wait_s
+        self.used = True
         self._abort = abort
         self._own_core = own_core
         self._moved = threading.Condition()
@@ -91,6 +93,7 @@ class Door:
             self._wait(DoorState.CLOSED, DoorState.FROZEN)
             with self.lock:
                 if self.state is DoorState.OPEN:
+                    self.used = True
                     return self._add_request(*args, **kwargs)
 
     def step(self) -> list[Any]:

@@ -199,11 +199,14 @@ class LLMEngine:
         self.door.refuse(error)
 
     async def drop_caches(self) -> None:
-        """Drop what was computed with the old weights.
+        """Drop what was computed with the old weights. Nothing, if no request ran since the last time: vLLM walks all
+        blocks of its cache to drop them.
 
         Raises:
             SyncError: the prefix cache could not be reset.
         """
+        if not self.door.used:
+            return
         engine = self._engine
         for kwargs in _reset_attempts(engine.reset_prefix_cache):
             done = self._ask("reset_prefix_cache", _GRACE_S * 2, functools.partial(engine.reset_prefix_cache, **kwargs))
@@ -213,6 +216,7 @@ class LLMEngine:
             raise SyncError("vLLM could not reset its prefix cache: requests still hold its blocks", phase="transfer")
         if hasattr(engine, "reset_encoder_cache"):
             self._ask("reset_encoder_cache", _GRACE_S * 2, engine.reset_encoder_cache)
+        self.door.used = not self.door.idle  # a frozen request goes on later
 
     async def asleep(self) -> tuple[str, ...]:
         """Memory tags that sleep, sorted. A child engine is asked once, and if it slept before it was adapted, all are

@@ -201,7 +201,7 @@ def _judge(recorder: _Recorder, manifest: Manifest, tp_size: int, relaid: bool, 
         together=_together(recorder, manifest),
         unknown=tuple(unknown),
         mismatched=tuple(mismatched),
-        missing=tuple(recorder.uncovered()),
+        missing=tuple(recorder.uncovered(relaid)),
         ignored=tuple(ignored),
         fills=tuple(recorder.fills),
         seconds=time.perf_counter() - start,
@@ -323,11 +323,18 @@ class _Recorder:
             if not self.outcomes[name].lands:
                 self.outcomes[name] = outcome
 
-    def uncovered(self) -> Iterator[str]:
-        """Names of live parameters of which an element is written by nothing."""
+    def uncovered(self, relaid: bool = False) -> Iterator[str]:
+        """Names of live parameters of which an element is written by nothing.
+
+        In the layout of a quantised engine's checkpoint modules may have scalars only (the scales of attention). A
+        checkpoint need not have them, and where it has none the engine keeps what it has: those are not counted.
+        """
         seen: set[tuple[int, int]] = set()
+        kept = set(self._scalars_of_their_own()) if relaid else set()
         for name, parameter in self.model.named_parameters():
             place = (storage_key(parameter), int(parameter.storage_offset()))
+            if id(parameter) in kept:
+                continue
             if parameter.numel() == 0 or place[0] in self.unjudged or place in seen:
                 continue
             seen.add(place)
@@ -336,6 +343,13 @@ class _Recorder:
                 yield name
             elif count < parameter.numel():
                 yield f"{name} ({parameter.numel() - count} of its {parameter.numel()} elements)"
+
+    def _scalars_of_their_own(self) -> Iterator[int]:
+        """``id`` of each parameter in modules that have single numbers only, none of which is written."""
+        for module in self.model.modules():
+            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            if all(p.numel() == 1 and storage_key(p) not in self.written for p in own):
+                yield from map(id, own)
 
     def _load(self, items: Sequence[tuple[str, str, TensorMeta]], touched: _Touched | None = None) -> _Trace:
         """One run of ``load_weights``. Raises what it raises, and ``RuntimeError`` if it rebinds a parameter."""
