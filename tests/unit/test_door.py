@@ -204,3 +204,21 @@ def test_removing_the_door_leaves_the_engine_as_it_was(engine: FakeEngine, door:
     door.remove()
     assert set(vars(engine)) == {"left", "steps"}
     assert generate(engine, {"a": 1}) == ["a"]
+
+
+def test_a_request_that_is_let_in_is_use_and_one_that_waits_is_not(engine: FakeEngine, door: Door) -> None:
+    assert door.used  # whatever ran before the door was there
+    door.used = False
+    generate(engine, {"a": 1})
+    assert door.used
+    assert door.idle
+
+    door.used = False
+    door.close()
+    waiting = threading.Thread(target=generate, args=(engine, {"b": 2}))
+    waiting.start()
+    time.sleep(0.1)
+    assert not door.used
+    door.open()
+    waiting.join(5)
+    assert door.used
