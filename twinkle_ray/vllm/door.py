@@ -45,6 +45,7 @@ class Door:
         own_core: the engine computes in this process, when stepped; a child engine computes by itself.
         advance: called by waiting callers again and again with the seconds that it may take.
         wait_s: how long a caller waits for the door to open.
+        fill: gives the arguments that a request is really added with, and changes the keyword arguments in place.
 
     Attributes:
         lock: held by whoever is inside a guarded method that computes or speaks to workers.
@@ -59,6 +60,7 @@ class Door:
         own_core: bool,
         advance: Callable[[float], None] | None = None,
         wait_s: float = 60.0,
+        fill: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]] | None = None,
     ) -> None:
         self.engine = engine
         self.state = DoorState.OPEN
@@ -68,6 +70,7 @@ class Door:
         self.used = True
         self._abort = abort
         self._own_core = own_core
+        self._fill = fill
         self._moved = threading.Condition()
         self._error: ReplicaUnavailable | None = None
         self._outputs: list[Any] = []
@@ -93,6 +96,8 @@ class Door:
             self._wait(DoorState.CLOSED, DoorState.FROZEN)
             with self.lock:
                 if self.state is DoorState.OPEN:
+                    if self._fill is not None:
+                        args = self._fill(args, kwargs)
                     self.used = True
                     return self._add_request(*args, **kwargs)
 

@@ -23,9 +23,11 @@ from typing import Any
 
 from twinkle_ray.errors import PeerLost, ReplicaUnavailable, SyncError, SyncTimeout, UnsupportedActor, UnsupportedModel
 from twinkle_ray.types import Deadline
+from twinkle_ray.vllm.adapters import lora_facts
 from twinkle_ray.vllm.door import Door, still_running
 from twinkle_ray.vllm.line import METHODS, Line
 from twinkle_ray.vllm.plugin import EXTENSION
+from twinkle_ray.vllm.served import ServedAdapters
 from twinkle_ray.vllm.worker import WorkerExtension, answer, error_from_plain
 
 IN_FLIGHT = ("wait", "abort", "keep")
@@ -67,7 +69,77 @@ def adapt(
     return None
 
 
-class LLMEngine:
+class _Adapters:
+    """What both kinds of engine do with adapters. A change of what is held belongs between ``pause`` and ``resume``,
+    unless it only adds a name; :meth:`learn_adapters` follows it before ``resume``, and no cache need be dropped."""
+
+    served: ServedAdapters
+    _vllm_config: Any
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """See :meth:`LLMEngine.call`."""
+        raise NotImplementedError
+
+    def lora_facts(self) -> dict[str, Any]:
+        """See :func:`twinkle_ray.vllm.adapters.lora_facts`."""
+        return lora_facts(self._vllm_config)
+
+    def lora_request(self, name: str) -> Any:
+        """The ``LoRARequest`` for the present version of an adapter; ``generate`` with an older one gets this too.
+
+        Raises:
+            ConfigError: this engine holds no adapter of that name.
+        """
+        return self.served.request(name)
+
+    def set_default_adapter(self, name: str | None) -> None:
+        """Serve requests that name no adapter with this one, in whichever version is present; ``None``: with the base.
+
+        Raises:
+            ConfigError: this engine holds no adapter of that name.
+        """
+        if name is not None:
+            self.served.request(name)
+        self.served.default = name
+
+    async def learn_adapters(self, *, timeout_s: float) -> dict[str, int]:
+        """Ask the workers what they hold: version by name.
+
+        Raises:
+            SyncError: they do not hold the same.
+        """
+        self.served.take(await self.call("adapters.entries", timeout_s=timeout_s))
+        return {name: version for name, (version, _) in self.served.held.items()}
+
+    def next_adapter_number(self) -> int:
+        """A number for the next version that the workers are to hold, fresh in all of them."""
+        self.served.last += 1
+        return self.served.last
+
+    async def attach_adapter(self, name: str, path: str, *, version: int = 0, timeout_s: float) -> None:
+        """Hold the adapter of a directory; see :meth:`twinkle_ray.vllm.adapters.Adapters.attach`. What fails in one
+        worker is held by none."""
+        await self.learn_adapters(timeout_s=timeout_s)
+        number, before = self.next_adapter_number(), name in self.served.held
+        try:
+            await self.call("adapters.attach", name, path, version, number, timeout_s=timeout_s)
+            await self.learn_adapters(timeout_s=timeout_s)
+        except BaseException:
+            if not before:
+                await self.call("adapters.remove", name, timeout_s=timeout_s)
+            raise
+
+    async def remove_adapter(self, name: str, *, timeout_s: float) -> bool:
+        """Let go of an adapter; if it is the default, requests are served with the base from then on. Whether there was
+        one."""
+        removed = await self.call("adapters.remove", name, timeout_s=timeout_s)
+        if self.served.default == name:
+            self.served.default = None
+        await self.learn_adapters(timeout_s=timeout_s)
+        return any(removed)
+
+
+class LLMEngine(_Adapters):
     """A ``vllm.LLM``.
 
     Attributes:
@@ -82,7 +154,9 @@ class LLMEngine:
     def __init__(self, llm: Any, *, wait_s: float = 60.0) -> None:
         self._llm = llm
         self._engine = llm.llm_engine
-        self.workers = _workers(self._engine.vllm_config)
+        self._vllm_config = self._engine.vllm_config
+        self.workers = _workers(self._vllm_config)
+        self.served = ServedAdapters(lora_facts(self._vllm_config))
         self._in_process = hasattr(self._engine.engine_core, "engine_core")
         self.kind = "llm in process" if self._in_process else "llm in child process"
         self._extended = _is_extended(self._engine.vllm_config)
@@ -91,7 +165,13 @@ class LLMEngine:
         self._core_paused = False
         self._core_sleep: Callable[..., Any] = self._engine.sleep
         self._core_wake: Callable[..., Any] = self._engine.wake_up
-        self.door = Door(self._engine, abort=self._abort, own_core=self._in_process, wait_s=wait_s)
+        self.door = Door(
+            self._engine,
+            abort=self._abort,
+            own_core=self._in_process,
+            wait_s=wait_s,
+            fill=self.served.filler(self._engine.add_request),
+        )
         self.door.install()
         self._engine.sleep = self._note_sleep
         self._engine.wake_up = self._note_wake
@@ -340,7 +420,7 @@ class _Answer:
         self.error: BaseException | None = None
 
 
-class AsyncEngine:
+class AsyncEngine(_Adapters):
     """A ``vllm.AsyncLLM``. Its methods run on its own event loop.
 
     Attributes:
@@ -353,7 +433,9 @@ class AsyncEngine:
 
     def __init__(self, llm: Any, *, wait_s: float = 60.0) -> None:
         self._llm = llm
-        self.workers = _workers(llm.vllm_config)
+        self._vllm_config = llm.vllm_config
+        self.workers = _workers(self._vllm_config)
+        self.served = ServedAdapters(lora_facts(self._vllm_config))
         self.loop = _loop_of(llm)
         self.wait_s = wait_s
         self._extended = _is_extended(llm.vllm_config)
@@ -444,8 +526,11 @@ class AsyncEngine:
         return self._llm.pause_generation(wait_for_inflight_requests=mode == "wait", clear_cache=False)
 
     def _guarded(self, original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        fill = self.served.filler(original)
+
         async def guarded(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
             await self._wait_open()
+            args = fill(args, kwargs)
             # Closed at once when the caller leaves, so that vLLM aborts the request.
             async with contextlib.aclosing(original(*args, **kwargs)) as outputs:  # type: ignore[type-var]
                 async for output in outputs:

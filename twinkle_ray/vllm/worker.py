@@ -19,6 +19,7 @@ from twinkle_ray.errors import SyncError, TwinkleRayError
 
 _SIDE = "_twinkle_ray_side"
 _LINE = "_twinkle_ray_line"
+_ADAPTERS = "adapters."
 
 
 class WorkerExtension:
@@ -43,7 +44,8 @@ def answer(worker: Any, method: str, *args: Any) -> list[Any]:
 
     Args:
         worker: vLLM's worker, or the wrapper in which an in-process executor hands it to a callable.
-        method: a public method of :class:`twinkle_ray.worker.WorkerSide`.
+        method: a public method of :class:`twinkle_ray.worker.WorkerSide`, or ``adapters.`` and one of
+            :class:`twinkle_ray.vllm.adapters.Adapters`.
         args: plain data.
 
     Returns:
@@ -51,8 +53,12 @@ def answer(worker: Any, method: str, *args: Any) -> list[Any]:
     """
     try:
         worker = vars(worker).get("worker") or worker
-        if method.startswith("_"):
+        if method.removeprefix(_ADAPTERS).startswith("_"):
             raise AttributeError(f"{method} is not public")
+        if method.startswith(_ADAPTERS):
+            from twinkle_ray.vllm.adapters import adapters_of
+
+            return ["ok", getattr(adapters_of(worker), method.removeprefix(_ADAPTERS))(*args)]
         return ["ok", getattr(side(worker), method)(*args)]
     except Exception as error:
         return ["error", error_to_plain(error)]
