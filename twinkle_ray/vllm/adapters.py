@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from twinkle_ray.errors import ConfigError, ManifestMismatch, SyncError, UnsupportedModel
+from twinkle_ray.vllm import cpu
 from twinkle_ray.vllm.worker import device_of
 
 FIRST = 1 << 30
@@ -141,6 +142,7 @@ class Adapters:
                 f"{manager.capacity}; raise max_loras or max_cpu_loras"
             )
         self.last = number
+        cpu.keep_base_plain()
         old = self._held.get(name)
         with _written(self._worker):
             try:

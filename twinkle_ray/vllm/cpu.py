@@ -1,19 +1,21 @@
 """Mends for vLLM's CPU build, whose kernels keep weights in layouts of their own. Nothing happens elsewhere.
 
-Two habits of that build stand in the way of new weights:
+Three habits of that build stand in the way of new weights:
 
 - Linear layers are packed into oneDNN handles while the model loads, and ``weight`` becomes an empty tensor. A loader
   then has nothing to write to, and tied embeddings keep a packed copy that no reload refreshes. With oneDNN off, the
   layers call ``torch.nn.functional.linear`` on plain weights, as on other devices. :func:`keep_linears_plain`.
 - Expert weights are permuted for the grouped GEMM once, in the parameter itself, after the first load. A later load
   writes plain rows over them, which compute nonsense until they are permuted again. :func:`repack_experts`.
+- A request without an adapter, in one batch with a request that has one, is computed with the adapter of the last slot:
+  its slot is -1, which the kernels in Python take as an index from the end. :func:`keep_base_plain`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -21,6 +23,9 @@ import torch
 from twinkle_ray.errors import UnsupportedModel
 
 _EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
+_LORA_KERNELS = ("ops.torch_ops.lora_ops", "ops.torch_ops", "punica_wrapper.punica_cpu")
+"""Where the kernels are defined, and where they are imported by name."""
+_MARK = "_twinkle_ray_original"
 
 
 def applies() -> bool:
@@ -33,6 +38,34 @@ def keep_linears_plain() -> None:
     if applies():
         operators: Any = importlib.import_module("vllm._custom_ops")
         operators._supports_onednn = False
+
+
+def keep_base_plain() -> None:
+    """Let rows without an adapter get nothing added. May be called any number of times."""
+    if not applies():
+        return
+    holders = [importlib.import_module(f"vllm.lora.{name}") for name in _LORA_KERNELS]
+    for name in ("bgmv_expand", "bgmv_expand_slice"):
+        original = getattr(holders[0], name, None)
+        if original is None or hasattr(original, _MARK):
+            continue
+        mended = _without_base(original)
+        for holder in holders:
+            if getattr(holder, name, None) is original:
+                setattr(holder, name, mended)
+
+
+def _without_base(kernel: Callable[..., None]) -> Callable[..., None]:
+    """A kernel that adds ``inputs @ B[index]``, with zeros as the inputs of rows whose index is -1."""
+
+    @wraps(kernel)
+    def expand(
+        inputs: torch.Tensor, lora_b: torch.Tensor, output: torch.Tensor, index: torch.Tensor, *more: Any, **named: Any
+    ) -> None:
+        kernel(inputs.masked_fill((index < 0).unsqueeze(-1), 0), lora_b, output, index, *more, **named)
+
+    setattr(expand, _MARK, kernel)
+    return expand
 
 
 def repack_experts(model: torch.nn.Module) -> int:
