@@ -388,7 +388,10 @@ def tensor_parallel(root: Path, adapters: Path) -> dict[str, Any]:
         engine.set_default_adapter("a")
         facts["updates"].append(rollout.generate()["are"])
     now(engine.attach_adapter("e", str(adapters / "embeddings"), timeout_s=20))
-    facts["embeddings"] = rollout.generate(engine.lora_request("e"), None)["are"]
+    facts["side by side"] = rollout.generate(engine.lora_request("e"), None)["are"]
+    engine.set_default_adapter(None)
+    facts["beside the base"] = rollout.generate(engine.lora_request("e"), None)["are"]
+    engine.set_default_adapter("a")
     facts["wrong"] = {change: rollout.rpc("refuse", str(adapters / "a1"), change)[0] for change in WRONG}
     number = engine.next_adapter_number()
     broken = rollout.llm.collective_rpc("put_on_first", args=("a", str(adapters / "b1"), number))

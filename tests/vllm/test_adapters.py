@@ -210,7 +210,8 @@ def test_two_workers_slice_whole_tensors(seen: Probe) -> None:
     assert facts["workers"] == 2
     assert facts["base"] == ["base"]
     assert facts["updates"] == [[f"a{k}"] for k in range(1, UPDATES + 1)]
-    assert facts["embeddings"] == ["embeddings", "base"]
+    assert facts["side by side"] == ["embeddings", "a5"]  # which is the default
+    assert facts["beside the base"] == ["embeddings", "base"]
     assert {change: outcome[0] for change, outcome in facts["wrong"].items()} == {
         change: WRONG[change][0] for change in facts["wrong"]
     }

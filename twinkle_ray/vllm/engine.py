@@ -71,7 +71,9 @@ def adapt(
 
 class _Adapters:
     """What both kinds of engine do with adapters. A change of what is held belongs between ``pause`` and ``resume``,
-    unless it only adds a name; :meth:`learn_adapters` follows it before ``resume``, and no cache need be dropped."""
+    unless it only adds a name; :meth:`learn_adapters` follows it before ``resume``, and no cache need be dropped. Pause
+    with ``wait`` or ``abort``: a request kept frozen would go on with a version that is gone, which ends vLLM's engine.
+    """
 
     served: ServedAdapters
     _vllm_config: Any
@@ -117,8 +119,9 @@ class _Adapters:
         return self.served.last
 
     async def attach_adapter(self, name: str, path: str, *, version: int = 0, timeout_s: float) -> None:
-        """Hold the adapter of a directory; see :meth:`twinkle_ray.vllm.adapters.Adapters.attach`. What fails in one
-        worker is held by none."""
+        """Hold the adapter of a directory; see :meth:`twinkle_ray.vllm.adapters.Adapters.attach`. Where it fails in one
+        of several workers, a new name is held by none, and one that was held cannot be asked for until they agree.
+        """
         await self.learn_adapters(timeout_s=timeout_s)
         number, before = self.next_adapter_number(), name in self.served.held
         try:
@@ -127,6 +130,8 @@ class _Adapters:
         except BaseException:
             if not before:
                 await self.call("adapters.remove", name, timeout_s=timeout_s)
+            with contextlib.suppress(SyncError):
+                await self.learn_adapters(timeout_s=timeout_s)
             raise
 
     async def remove_adapter(self, name: str, *, timeout_s: float) -> bool:
