@@ -445,11 +445,13 @@ class Serving:
             NotAgreed: this rollout's group, version or sleep is not what the driver takes it for.
         """
         if group is not None and group != self._group:
-            raise NotAgreed(
-                "this rollout is not in the group of this sync: it lost it, or another sync has taken it into a group "
-                "of its own; one manager at a time may use it",
-                phase="transfer",
+            reason = (
+                "this rollout is not in the group of this sync: it lost it, what holds its weights was replaced, or "
+                "another sync has taken it into a group of its own; one manager at a time may use it"
             )
+            # The others wait there already. Whatever was replaced may still be a member.
+            await self.target.call("end_group", group, reason, timeout_s=10.0)
+            raise NotAgreed(reason, phase="transfer")
         self._asleep = tuple(await self.target.asleep())
         if after not in (None, self.version):
             await self._give_up(f"this rollout holds version {self.version} of its weights, not {after}")

@@ -358,6 +358,24 @@ def test_what_the_rollout_has_no_place_for_is_refused_and_it_holds_one_whole_ver
         assert get(rollout.checkpoint_status.remote()).contents is Contents.WHOLE
 
 
+def test_a_rollout_that_holds_another_module_by_now_is_agreed_with_anew(actors: Any) -> None:
+    def replace(actor: Any) -> None:
+        actor.model = type(actor.model)(7)
+
+    trainer, rollout = actors(Trainer), actors(Rollout)
+    with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
+        manager.sync_weights()
+        get(rollout.call.remote(replace))
+        start = time.monotonic()
+        report = manager.sync_weights()
+        assert time.monotonic() - start < 10
+        assert {"refused", "init", "agree"} <= set(report.phases)
+        assert get(rollout.digests.remote()) == get(trainer.digests.remote())
+        get(trainer.call.remote(replace))
+        manager.sync_weights()
+        assert get(rollout.digests.remote()) == get(trainer.digests.remote())
+
+
 def test_a_steady_sync_is_one_call_to_each_member(actors: Any) -> None:
     @ray.remote(num_cpus=0.1)
     class CountingTrainer(TrainerBase):
