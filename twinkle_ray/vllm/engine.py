@@ -31,6 +31,9 @@ from twinkle_ray.vllm.worker import WorkerExtension, answer, error_from_plain
 IN_FLIGHT = ("wait", "abort", "keep")
 """What may become of running requests when an engine pauses."""
 
+LEAST_VLLM = "0.25"
+"""The oldest vLLM that was tried. Whether one is too old is asked of what it has, not of its number."""
+
 _ADAPTER = "_twinkle_ray_engine"
 _GRACE_S = 5.0
 _SLEEP_S = 300.0
@@ -49,6 +52,7 @@ def adapt(
 
     Raises:
         UnsupportedModel: the engine is pipeline- or data-parallel.
+        UnsupportedActor: this vLLM is too old: it lacks a method that a sync needs.
     """
     kinds: tuple[tuple[str, str, type[LLMEngine] | type[AsyncEngine]], ...] = (
         ("vllm.entrypoints.llm", "LLM", LLMEngine),
@@ -82,6 +86,7 @@ class LLMEngine:
     def __init__(self, llm: Any, *, wait_s: float = 60.0) -> None:
         self._llm = llm
         self._engine = llm.llm_engine
+        _require(self._engine, "engine_core", "collective_rpc", "sleep", "wake_up", "reset_prefix_cache")
         self.workers = _workers(self._engine.vllm_config)
         self._in_process = hasattr(self._engine.engine_core, "engine_core")
         self.kind = "llm in process" if self._in_process else "llm in child process"
@@ -353,6 +358,7 @@ class AsyncEngine:
 
     def __init__(self, llm: Any, *, wait_s: float = 60.0) -> None:
         self._llm = llm
+        _require(llm, "collective_rpc", "sleep", "wake_up", "reset_prefix_cache", "pause_generation")
         self.workers = _workers(llm.vllm_config)
         self.loop = _loop_of(llm)
         self.wait_s = wait_s
@@ -476,6 +482,16 @@ class AsyncEngine:
         result = await self._wake(tags)
         self._asleep -= set(tags) if tags else set(self._asleep)
         return result
+
+
+def _require(engine: Any, *hooks: str) -> None:
+    lacking = next((hook for hook in hooks if not hasattr(engine, hook)), None)
+    if lacking is not None:
+        version = getattr(sys.modules.get("vllm"), "__version__", "of an unknown version")
+        raise UnsupportedActor(
+            f"this vLLM ({version}) is too old for a sync: its {type(engine).__name__} has no {lacking}; install "
+            f"vllm>={LEAST_VLLM}"
+        )
 
 
 def _workers(vllm_config: Any) -> int:
