@@ -11,6 +11,7 @@ coroutine by hand can drive them. Each call into a child is bounded in time: vLL
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import importlib
@@ -77,11 +78,13 @@ class LLMEngine:
     Attributes:
         kind: ``llm in process`` or ``llm in child process``.
         loop: always ``None``.
+        waits: always ``True``.
         workers: processes that own parameters.
         door: what keeps ``self.llm.generate`` out meanwhile.
     """
 
     loop: asyncio.AbstractEventLoop | None = None
+    waits = True
 
     def __init__(self, llm: Any, *, wait_s: float = 60.0) -> None:
         self._llm = llm
@@ -157,6 +160,8 @@ class LLMEngine:
         if self._line is None and not self._lineless:
             try:
                 self._line = self._ask("line", _GRACE_S, lambda: Line(self._engine.collective_rpc("twinkle_line")))
+            except SyncTimeout:  # which is an OSError
+                raise
             except OSError:
                 self._lineless = True
         return self._line
@@ -368,6 +373,10 @@ class AsyncEngine:
         self._core_paused = False
         self._asleep: set[str] = set()
         self._sleep_known = False
+        self._line: Line | None = None
+        self._lineless = False
+        # For calls over the line, one at a time, beside the loop.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="twinkle_ray-line")
         self._sleep: Callable[..., Any] = llm.sleep
         self._wake: Callable[..., Any] = llm.wake_up
         for name in ("generate", "encode"):
@@ -379,12 +388,41 @@ class AsyncEngine:
         self._closed, self._error = False, None
         for name in ("generate", "encode", "sleep", "wake_up", _ADAPTER):
             vars(self._llm).pop(name, None)
+        if self._line is not None:
+            self._line.close()
+        self._thread.shutdown(wait=False)
+
+    @property
+    def waits(self) -> bool:
+        """See :class:`~twinkle_ray.serving.Target`."""
+        return self._line is not None
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """See :meth:`LLMEngine.call`."""
         _require_extension(self._extended)
+        if method in METHODS and (line := await self._direct_line()) is not None:
+            asked = functools.partial(line.call, method, *args, timeout_s=timeout_s + _GRACE_S)
+            try:
+                return _results(await asyncio.get_running_loop().run_in_executor(self._thread, asked))
+            except (SyncTimeout, PeerLost):
+                line.close()
+                self._line = None
+                raise
         rpc = self._llm.collective_rpc("twinkle_call", timeout=timeout_s, args=(method, *args))
         return _results(await _bounded(rpc, timeout_s + _GRACE_S, f"{method} in the workers"))
+
+    async def _direct_line(self) -> Line | None:
+        """See :meth:`LLMEngine._direct_line`."""
+        if self._line is None and not self._lineless:
+            addresses = await _bounded(self._llm.collective_rpc("twinkle_line"), _GRACE_S, "line")
+            made = asyncio.get_running_loop().run_in_executor(self._thread, Line, addresses)
+            try:
+                self._line = await _bounded(made, _GRACE_S, "line")
+            except SyncTimeout:
+                raise
+            except OSError:
+                self._lineless = True
+        return self._line
 
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
         """See :meth:`LLMEngine.pause`."""
