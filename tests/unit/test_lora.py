@@ -373,11 +373,20 @@ class TestTied:
     def test_a_module_in_two_places(self):
         net = nn.Module()
         net.a = nn.Linear(4, 4)
+        made(net=net, target_modules=["a"])
         net.b = net.a
-        model = made(net=net, target_modules=["a", "b"])
-        sent = taken(WeightSource(model))
-        assert sorted(sent) == ["a.bias", "a.weight", "b.bias", "b.weight"]
+        sent = taken(WeightSource(net))
+        assert list(sent) == ["a.weight", "b.weight", "a.bias", "b.bias"]
         assert sent["a.weight"] is sent["b.weight"]  # computed and sent once
+        assert torch.equal(sent["a.weight"], net.a.base_layer.weight + net.a.get_delta_weight("default"))
+
+    def test_a_module_in_two_places_of_which_peft_adapts_the_first(self):
+        net = nn.Module()
+        net.a = nn.Linear(4, 4)
+        net.b = net.a
+        made(net=net, target_modules=["a", "b"])
+        sent = taken(WeightSource(net))
+        assert torch.equal(sent["b.weight"], net.b.weight)
         assert torch.equal(sent["a.weight"], net.a.base_layer.weight + net.a.get_delta_weight("default"))
 
 
