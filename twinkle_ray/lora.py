@@ -41,6 +41,12 @@ _DORA = ("DoraLinearVariant", "DoraEmbeddingVariant", "DoraConv1dVariant", "Dora
 _AS_PLAIN = ("MiCALinearVariant", "MiCAEmbeddingVariant")
 """Variants that merge like plain LoRA."""
 
+_PRODUCTS: dict[str, tuple[Any, ...]] = {
+    "cuda": (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", torch.backends.cudnn)),
+    "cpu": tuple(getattr(torch.backends.mkldnn, name, None) for name in ("matmul", "conv")),
+}
+"""Whose precision of fp32 a trainer may have lowered, to TF32 or to bfloat16, by type of device."""
+
 _MERGEABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -481,15 +487,16 @@ class _StandIn:
 
 @contextlib.contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
-    """No autocast, and no TF32 in products and convolutions, whatever the trainer has chosen for itself."""
+    """No autocast, and fp32 in full in products and convolutions, whatever the trainer has chosen for itself."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        if device.type == "cuda":
-            stack.enter_context(torch.backends.cudnn.flags(enabled=True, allow_tf32=False))
-            before = torch.get_float32_matmul_precision()
-            if before != "highest":
-                torch.set_float32_matmul_precision("highest")
-                stack.callback(torch.set_float32_matmul_precision, before)
+        # Attributes of whichever interface this torch prefers: to mix it with the other one raises in torch.
+        for place in _PRODUCTS.get(device.type, ()):
+            new = hasattr(place, "fp32_precision")
+            name, value = ("fp32_precision", "ieee") if new else ("allow_tf32", False)
+            if hasattr(place, name):
+                stack.callback(setattr, place, name, getattr(place, name))
+                setattr(place, name, value)
         yield
 
 

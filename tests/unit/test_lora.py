@@ -510,6 +510,43 @@ class TestTree:
         assert run.stdout.split() == ["False", "False"]
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "torch.set_float32_matmul_precision('medium')",
+        "torch.set_float32_matmul_precision('high'); torch.backends.cudnn.allow_tf32 = False",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'; torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    ],
+)
+def test_lower_precision_is_off_for_the_product_and_then_as_the_trainer_chose(chosen, device):
+    """The settings alone, which need no GPU. In a process of its own, since they cannot be taken back."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has one interface only")
+    code = (
+        f"import torch; from twinkle_ray.lora import _full_precision; {chosen}\n"
+        f"places = torch.backends.{'cuda' if device == 'cuda' else 'mkldnn'}.matmul, "
+        f"torch.backends.{'cudnn' if device == 'cuda' else 'mkldnn'}.conv\n"
+        "def now(): return [place.fp32_precision for place in places]\n"
+        "before = now()\n"
+        f"with _full_precision(torch.device('{device}')): within = now()\n"
+        "print(within == ['ieee', 'ieee'], now() == before)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert run.stdout.split() == ["True", "True"]
+
+
+def test_autocast_does_not_reach_the_product():
+    model = made(target_modules=["q", "image"])
+    want = oracle(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(taken(WeightSource(model)), want)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("config", "match"),
