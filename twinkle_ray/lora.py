@@ -124,7 +124,7 @@ class AdapterState:
             (
                 tuple(layer.active_adapters),
                 layer.disable_adapters,
-                tuple(layer.merged_adapters),
+                tuple(getattr(layer, "merged_adapters", ())),  # older wrappers of modules_to_save have none
                 dict(getattr(layer, "scaling", ())),
             )
             for layer in self._layers
