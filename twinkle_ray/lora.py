@@ -41,11 +41,12 @@ _DORA = ("DoraLinearVariant", "DoraEmbeddingVariant", "DoraConv1dVariant", "Dora
 _AS_PLAIN = ("MiCALinearVariant", "MiCAEmbeddingVariant")
 """Variants that merge like plain LoRA."""
 
-_PRODUCTS: dict[str, tuple[Any, ...]] = {
-    "cuda": (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", torch.backends.cudnn)),
-    "cpu": tuple(getattr(torch.backends.mkldnn, name, None) for name in ("matmul", "conv")),
-}
-"""Whose precision of fp32 a trainer may have lowered, to TF32 or to bfloat16, by type of device."""
+_PRODUCTS: tuple[Any, ...] = (
+    torch.backends.cuda.matmul,
+    getattr(torch.backends.cudnn, "conv", torch.backends.cudnn),
+    *(getattr(torch.backends.mkldnn, name, None) for name in ("matmul", "conv")),
+)
+"""Whose precision of fp32 a trainer may have lowered, to TF32 or to bfloat16."""
 
 _MERGEABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -491,7 +492,7 @@ def _full_precision(device: torch.device) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(device.type, enabled=False))
         # Attributes of whichever interface this torch prefers: to mix it with the other one raises in torch.
-        for place in _PRODUCTS.get(device.type, ()):
+        for place in _PRODUCTS:
             new = hasattr(place, "fp32_precision")
             name, value = ("fp32_precision", "ieee") if new else ("allow_tf32", False)
             if hasattr(place, name):
