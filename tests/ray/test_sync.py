@@ -721,17 +721,17 @@ class TestBadInput:
         with pytest.raises(UnsupportedActor, match=r"rollout\[0\].*neither self.llm nor self.model"):
             manager.sync_weights()
 
-    def test_a_peft_model_is_refused_by_name(self, actors: Any) -> None:
+    def test_an_adapter_that_cannot_be_merged_is_refused_by_name(self, actors: Any) -> None:
         @ray.remote(num_cpus=0)
         class Adapted(TrainerBase):
             def __init__(self) -> None:
                 super().__init__()
-                from peft import LoraConfig, get_peft_model
+                from peft import IA3Config, get_peft_model
 
-                self.model = get_peft_model(self.model, LoraConfig(r=2, target_modules=["q"]))
+                self.model = get_peft_model(self.model, IA3Config(target_modules=["q"], feedforward_modules=[]))
 
         manager = CheckpointEngineManager([actors(Adapted)], [actors(Rollout)], timeout_s=60)
-        with pytest.raises(UnsupportedModel, match=r"trainer\[0\].*(LoRA|adapter)"):
+        with pytest.raises(UnsupportedModel, match=r"trainer\[0\].*adapter default is of type IA3"):
             manager.sync_weights()
 
     def test_a_closed_manager(self, actors: Any) -> None:
