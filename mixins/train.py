@@ -149,10 +149,16 @@ class TrainActorMixin:
                 endpoint.abort(reason)
 
     def merge_lora(self) -> None:
-        """What is sent next has the adapter merged. A model without an adapter is sent as it is."""
+        """What is sent next has its LoRA adapters merged, as at the start. A model without an adapter is sent as it is.
+
+        Nothing is merged here: each tensor is, beside the model, while it is sent. Our manager does not need it, since
+        it says at each sync what it wants.
+        """
+        self.__training().merge = True
 
     def unmerge_lora(self) -> None:
-        """What is sent next is plain."""
+        """What is sent next is the frozen base, under the same names."""
+        self.__training().merge = False
 
     def get_peft_config_dict(self) -> dict[str, Any] | None:
         """The adapter's configuration; ``None``: the model has no adapter."""

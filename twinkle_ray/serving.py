@@ -33,6 +33,8 @@ from twinkle_ray.worker import WorkerSide, unpack_status
 
 _SLICE_S = 0.2
 _GRACE_S = 2.0
+_LOOP_SLICE_S = 0.05
+"""The same on an event loop, where an abort is heard between two slices."""
 _HARMLESS = ("prepare", "agree", "digest")
 """Operations that change nothing; a new one need not wait for their end."""
 
@@ -56,6 +58,11 @@ class Target(Protocol):
 
     kind: str
     loop: asyncio.AbstractEventLoop | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether ``poll`` in the workers may wait for its slice without holding anybody else up."""
+        ...
 
     @property
     def workers(self) -> int: ...
@@ -94,6 +101,7 @@ class ModuleTarget:
 
     kind = "module"
     loop: asyncio.AbstractEventLoop | None = None
+    waits = True
     workers = 1
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -366,7 +374,10 @@ class Serving:
     async def _follow(self, running: _Running, deadline: Deadline) -> list[OpStatus]:
         naps = 0
         while True:
-            statuses = await self._statuses(running, self._slice_s if self.target.loop is None else 0.0)
+            slice_s = self._slice_s if self.target.loop is None else _LOOP_SLICE_S
+            if not self.target.waits:
+                slice_s = 0.0
+            statuses = await self._statuses(running, slice_s)
             errors = [s.error for s in statuses if s.error is not None]
             if errors:
                 raise first_cause(errors)
@@ -376,7 +387,7 @@ class Serving:
             if deadline.at + _GRACE_S < time.monotonic():
                 raise SyncTimeout(f"{running.op} did not end within {deadline.seconds:.1f} s", phase=running.op)
             await self._nap(naps)
-            naps += 1
+            naps += not slice_s
 
     async def _statuses(self, running: _Running, slice_s: float) -> list[OpStatus]:
         packed = await self.target.call("poll", slice_s, timeout_s=slice_s + 10.0)
@@ -445,11 +456,13 @@ class Serving:
             NotAgreed: this rollout's group, version or sleep is not what the driver takes it for.
         """
         if group is not None and group != self._group:
-            raise NotAgreed(
-                "this rollout is not in the group of this sync: it lost it, or another sync has taken it into a group "
-                "of its own; one manager at a time may use it",
-                phase="transfer",
+            reason = (
+                "this rollout is not in the group of this sync: it lost it, what holds its weights was replaced, or "
+                "another sync has taken it into a group of its own; one manager at a time may use it"
             )
+            # The others wait there already. Whatever was replaced may still be a member.
+            await self.target.call("end_group", group, reason, timeout_s=10.0)
+            raise NotAgreed(reason, phase="transfer")
         self._asleep = tuple(await self.target.asleep())
         if after not in (None, self.version):
             await self._give_up(f"this rollout holds version {self.version} of its weights, not {after}")

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import eq
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 from twinkle_ray.digest import DTYPE_NAMES, DTYPES, has_own_bytes, torch_dtype
 from twinkle_ray.errors import ConfigError, ManifestMismatch, UnsupportedModel
 from twinkle_ray.fingerprint import PLAIN, Fingerprint
+from twinkle_ray.lora import AdapterState, Gathered, Merging, Place, frozen_or_refuse, has_adapters, merging, places
 from twinkle_ray.manifest import CASTABLE, Manifest, TensorMeta
 from twinkle_ray.names import loaded_class, walk
 
@@ -30,14 +31,6 @@ NamedWeights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 Entry = tuple[str, torch.Tensor, str]
 """Name without wrapper segments, tensor, and kind (``parameter`` or ``buffer``)."""
 
-_PEFT = (
-    ("peft.peft_model", "PeftModel"),
-    ("peft.mixed_model", "PeftMixedModel"),
-    ("peft.tuners.tuners_utils", "BaseTunerLayer"),
-    ("peft.utils.other", "ModulesToSaveWrapper"),
-    ("peft.utils.other", "AuxiliaryTrainingWrapper"),
-)
-
 
 class WeightSource:
     """The weights of one trainer process.
@@ -47,17 +40,22 @@ class WeightSource:
             weights are walked. Such a function is called on every rank and may itself run collectives; its tensors
             are sent as they come: a tied weight is best yielded once, and a tensor's memory must not be written
             again within the walk, since several may wait for one launch. Kinds are all ``parameter``.
+        merge: of a module with LoRA adapters of PEFT send what base and active adapters make together, each tensor
+            computed as it is sent, in fp32 and with one cast; else its frozen base. Names are the base model's, and
+            the manifest is the same, either way. May be set between two syncs. A bias that was trained in the base
+            itself, and what an initialisation such as PiSSA took out of the base, cannot be told from the frozen base.
 
     Raises:
         ConfigError: ``weights`` is neither; an iterator, for one, could serve a single sync only.
     """
 
-    def __init__(self, weights: nn.Module | NamedWeights) -> None:
+    def __init__(self, weights: nn.Module | NamedWeights, *, merge: bool = True) -> None:
         if not isinstance(weights, nn.Module) and not callable(weights):
             raise ConfigError(
                 f"weights are a {type(weights).__name__}, but must be a torch module or a function that returns "
                 "(name, tensor) pairs and can be called at each sync"
             )
+        self.merge = merge
         self._weights = weights
         self._walked: _Walked | None = None
         self._sent_as = ("", "")
@@ -73,10 +71,12 @@ class WeightSource:
         Raises:
             ConfigError: there is no tensor, or two have one name.
             UnsupportedModel: a tensor is on the meta device, quantised, sparse or of an unknown subclass; or the
-                module holds PEFT adapters or shards of FSDP1.
+                module holds shards of FSDP1, or PEFT adapters of which it is not known exactly what they make of it.
         """
         if isinstance(self._weights, nn.Module):
-            return self._look(self._weights).manifest
+            walked = self._look(self._weights)
+            walked.sent(merge=self.merge)  # refused here, before anybody waits for a tensor
+            return walked.manifest
         metas = []
         for name, tensor in self._weights():
             check_tensor(name, tensor)
@@ -103,7 +103,7 @@ class WeightSource:
         """
         if not isinstance(self._weights, nn.Module):
             return TensorStream(iter(self._weights()), wire)
-        later = recheck and self._walked is not None and self._walked.fingerprint.same_tensors()
+        later = recheck and self._walked is not None and self._walked.same_tensors()
         walked = self._walked if later and self._walked is not None else self._look(self._weights)
         if own not in (None, walked.manifest.digest):
             _require_same(walked.manifest, wire)  # which can say more
@@ -112,7 +112,10 @@ class WeightSource:
             _require_same(walked.manifest, wire)
             self._sent_as = walked.manifest.digest, wire.digest
         return TensorStream(
-            walked.sent, wire, device=walked.device, recheck=walked.fingerprint.same_tree if later else None
+            walked.sent(merge=self.merge),
+            wire,
+            device=walked.device,
+            recheck=walked.fingerprint.same_tree if later else None,
         )
 
     def gather_only(self, wire: Manifest) -> None:
@@ -137,7 +140,7 @@ class WeightSource:
     def _look(self, module: nn.Module) -> _Walked:
         """The present state of the module: as it was walked last, if nothing has changed since."""
         walked = self._walked
-        if walked is None or not walked.fingerprint.holds():
+        if walked is None or not walked.holds():
             walked = self._walked = _Walked(module, walked)
         return walked
 
@@ -153,7 +156,6 @@ class _Walked:
 
     Attributes:
         manifest: in the trainer's own dtypes.
-        sent: its tensors, in its order.
         fingerprint: of the module.
         device: of all tensors; ``None`` if it has not been asked for.
     """
@@ -162,7 +164,16 @@ class _Walked:
     device: torch.device | None
 
     def __init__(self, module: nn.Module, before: _Walked | None) -> None:
-        entries = list(collect(module))
+        self._adapters = AdapterState(module) if has_adapters(module) else None
+        self._adapted: dict[int, _Adapted] = {}
+        if self._adapters is None:
+            entries = list(collect(module))
+        else:
+            entries = []
+            for index, (entry, adapted) in enumerate(_collect_adapted(module)):
+                entries.append(entry)
+                if adapted is not None:
+                    self._adapted[index] = adapted
         if not entries:
             raise ConfigError(
                 f"the trainer has no weights: {type(module).__name__} holds neither parameters nor persistent buffers"
@@ -172,16 +183,58 @@ class _Walked:
         self._kinds = [kind for _, _, kind in entries]
         tensors = [tensor for _, tensor, _ in entries]
         self._views = list(map(view_key, self._names, tensors))
+        for index, adapted in self._adapted.items():
+            # Tied are two tensors only if they are so with and without the adapters.
+            frozen = view_key(self._names[index], adapted.frozen)
+            self._views[index] = (*self._views[index], frozen, *map(id, adapted.layers))
         if before is not None and before._describes(self._names, self._kinds, self._views):
             self.manifest, self._first = before.manifest, before._first
         else:
             self.manifest, self._first = _group(self._names, tensors, self._kinds, self._views)
-        self.sent = [tensors[index] for index in self._first]
+        self._tensors = tensors
+        self._sent: dict[bool, Sequence[torch.Tensor | Merging]] = {}
         self.device = None
         with contextlib.suppress(UnsupportedModel):  # said by whoever asks for the device
             self.device = device_of(module)
 
         self.fingerprint = Fingerprint(module)
+
+    def sent(self, *, merge: bool) -> Sequence[torch.Tensor | Merging]:
+        """What the manifest's entries are, in its order, with or without adapters.
+
+        Raises:
+            UnsupportedModel: not to be sent in this way.
+        """
+        if merge not in self._sent:
+            self._sent[merge] = [self._one(index, merge) for index in self._first]
+        return self._sent[merge]
+
+    def same_tensors(self) -> bool:
+        """:meth:`holds`, but for what :meth:`Fingerprint.same_tree` compares."""
+        return self.fingerprint.same_tensors() and self._same_adapters()
+
+    def holds(self) -> bool:
+        """Whether another walk would find the same."""
+        return self.fingerprint.holds() and self._same_adapters()
+
+    def _same_adapters(self) -> bool:
+        return self._adapters is None or self._adapters.holds()
+
+    def _one(self, index: int, merge: bool) -> torch.Tensor | Merging:
+        adapted = self._adapted.get(index)
+        if adapted is None:
+            return self._tensors[index]
+        name = self._names[index]
+        if merge:
+            return adapted.merged
+        frozen_or_refuse(name, adapted.layers)
+        mine, frozen = self._tensors[index], adapted.frozen
+        if mine.shape != frozen.shape or not _castable(DTYPE_NAMES[frozen.dtype], DTYPE_NAMES[mine.dtype]):
+            raise UnsupportedModel(
+                f"{name}: {frozen.dtype} {tuple(frozen.shape)} in the frozen base, {mine.dtype} {tuple(mine.shape)} "
+                "in modules_to_save, so it can be synced merged only"
+            )
+        return frozen
 
     def _describes(self, names: list[str], kinds: list[str], views: list[tuple[Any, ...]]) -> bool:
         """A manifest is a function of these lists and of nothing else, so equal lists need no new one. Views are
@@ -199,8 +252,8 @@ class TensorStream:
     gather itself failed there is no step to keep, and closing does nothing.
 
     Args:
-        source: a module's tensors in the order of ``wire``, which live on without the consumer; or an iterator of
-            (name, tensor).
+        source: a module's tensors in the order of ``wire``, which live on without the consumer, some of them perhaps
+            yet to be computed; or an iterator of (name, tensor).
         device: where they are, if that is known.
         recheck: whether the module is still as it was walked, as far as that was left to be compared later.
 
@@ -211,7 +264,7 @@ class TensorStream:
 
     def __init__(
         self,
-        source: Sequence[torch.Tensor] | Iterator[tuple[str, torch.Tensor]],
+        source: Sequence[torch.Tensor | Merging] | Iterator[tuple[str, torch.Tensor]],
         wire: Manifest,
         *,
         device: torch.device | None = None,
@@ -236,19 +289,22 @@ class TensorStream:
         pair, meta = self._pull()
         # The common case, tens of thousands of times: a module's own tensor, just as agreed.
         if self._lasting and pair is not None and meta is not None:
-            tensor = pair[1]
+            own = pair[1]
             if (
-                type(tensor) in PLAIN
-                and tensor.shape == meta.shape
-                and tensor.dtype is DTYPES[meta.dtype]
-                and has_own_bytes(tensor)
+                isinstance(own, torch.Tensor)
+                and type(own) in PLAIN
+                and own.shape == meta.shape
+                and own.dtype is DTYPES[meta.dtype]
+                and has_own_bytes(own)
             ):
                 self.staged = False
-                return tensor.detach()
+                return own.detach()
         step = self._step(pair, meta)
         if step is None:
             raise StopIteration
         tensor, meta = step
+        if isinstance(tensor, Gathered):
+            tensor = tensor.merged()  # no collective: if it fails, the gathers of the others can still be made
         dtype = torch_dtype(meta.dtype)
         if tensor.dtype == dtype and has_own_bytes(tensor):
             self.staged = not self._lasting or self._gathered
@@ -269,15 +325,17 @@ class TensorStream:
         if self._over or isinstance(self._source, Iterator):
             return None
         span = slice(self._taken, self._taken + count)
-        tensors = self._source[span]
-        for tensor, meta in zip(tensors, self._wire[span], strict=True):
+        tensors: list[torch.Tensor] = []
+        for tensor, meta in zip(self._source[span], self._wire[span], strict=True):
             if not (
-                type(tensor) in PLAIN
+                isinstance(tensor, torch.Tensor)
+                and type(tensor) in PLAIN
                 and tensor.shape == meta.shape
                 and tensor.dtype is DTYPES[meta.dtype]
                 and has_own_bytes(tensor)
             ):
                 return None
+            tensors.append(tensor)
         self._taken += count
         self.staged = False
         return tensors
@@ -305,8 +363,8 @@ class TensorStream:
             error.add_note(f"while the other trainer ranks were let go: {type(late).__name__}: {late}")
 
     def _step(
-        self, pair: tuple[str, torch.Tensor] | None, meta: TensorMeta | None
-    ) -> tuple[torch.Tensor, TensorMeta] | None:
+        self, pair: tuple[str, torch.Tensor | Merging] | None, meta: TensorMeta | None
+    ) -> tuple[torch.Tensor | Gathered, TensorMeta] | None:
         # every check comes after the gather: ranks that disagree about a tensor must still leave it together
         name, tensor = self._gather(pair, meta)
         if tensor is None and meta is None:
@@ -324,12 +382,13 @@ class TensorStream:
             raise _changed(f"{name}: dtype {tensor.dtype} cannot be sent as the agreed {meta.dtype}")
         return tensor, meta
 
-    def _pull(self) -> tuple[tuple[str, torch.Tensor] | None, TensorMeta | None]:
+    def _pull(self) -> tuple[tuple[str, torch.Tensor | Merging] | None, TensorMeta | None]:
         at, wire = self._taken, self._wire
         meta = wire[at] if at < len(wire) else None
         if self._over:
             return None, None
         self._over = True  # stays so if the user's function raises
+        pair: tuple[str, torch.Tensor | Merging] | None
         if isinstance(self._source, Iterator):
             with torch.no_grad():
                 pair = next(self._source, None)
@@ -340,12 +399,18 @@ class TensorStream:
         return pair, meta
 
     def _gather(
-        self, pair: tuple[str, torch.Tensor] | None, meta: TensorMeta | None
-    ) -> tuple[str, torch.Tensor | None]:
+        self, pair: tuple[str, torch.Tensor | Merging] | None, meta: TensorMeta | None
+    ) -> tuple[str, torch.Tensor | Gathered | None]:
         if pair is None:
             return "", None
         name, tensor = pair
         self._over = True  # stays so if the gather raises
+        if isinstance(tensor, Merging):
+            self._gathered = True
+            with torch.no_grad():
+                gathered = tensor.gather(_whole)
+            self._over = False
+            return name, gathered
         check_tensor(name, tensor)
         self._gathered = is_dtensor(tensor)
         if is_dtensor(tensor):
@@ -357,33 +422,69 @@ class TensorStream:
         return name, tensor
 
 
+class _Adapted(NamedTuple):
+    """A tensor that PEFT changes, beside its own entry.
+
+    Attributes:
+        merged: what is sent with adapters.
+        frozen: what is sent without.
+        layers: PEFT's layers around it.
+    """
+
+    merged: torch.Tensor | Merging
+    frozen: torch.Tensor
+    layers: tuple[Any, ...]
+
+
 def collect(module: nn.Module) -> Iterator[Entry]:
     """All parameters and persistent buffers, by every name they have, in the order of ``state_dict``.
 
     Raises:
-        UnsupportedModel: as :meth:`WeightSource.manifest`.
+        UnsupportedModel: as :meth:`WeightSource.manifest`; also if there is any PEFT adapter.
     """
+    reject_adapters(module)
+    for entry, _ in _collect((Place(prefix, place) for _, prefix, place in walk(module)), module):
+        yield entry
+
+
+def _collect_adapted(module: nn.Module) -> Iterator[tuple[Entry, _Adapted | None]]:
+    """The same of the base model under PEFT adapters, with what they make of each."""
+    return _collect(places(module), module)
+
+
+def _collect(found: Iterable[Place], root: nn.Module) -> Iterator[tuple[Entry, _Adapted | None]]:
+    # All modules first, also those in PEFT's layers: before that none of their tensors is surely the shard.
     fsdp2 = loaded_class("torch.distributed.fsdp", "FSDPModule")
     fsdp1 = loaded_class("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
-    kinds: set[type] = set()
+    if fsdp2 is not None or fsdp1 is not None:
+        for _, prefix, place in walk(root):
+            if fsdp2 is not None and isinstance(place, fsdp2):
+                cast(Any, place).reshard()
+            if fsdp1 is not None and isinstance(place, fsdp1):
+                _reject_flat_shards(prefix, place)
     meta: list[str] = []
-    for _, prefix, place in walk(module):
-        if type(place) not in kinds:
-            _reject_adapter(type(place))
-            kinds.add(type(place))
-        if fsdp2 is not None and isinstance(place, fsdp2):
-            cast(Any, place).reshard()
-        if fsdp1 is not None and isinstance(place, fsdp1):
-            _reject_flat_shards(prefix, place)
+    for item in found:
+        prefix, place, layers, original = item
         for kind, tensors in (("parameter", place._parameters), ("buffer", place._buffers)):
             for key, tensor in tensors.items():
                 if tensor is None or (kind == "buffer" and key in place._non_persistent_buffers_set):
                     continue
+                name = prefix + key
                 if tensor.is_meta:
-                    meta.append(prefix + key)
+                    meta.append(name)
                     continue
-                check_tensor(prefix + key, tensor)
-                yield prefix + key, tensor, kind
+                check_tensor(name, tensor)
+                if not layers and original is None:
+                    yield (name, tensor, kind), None
+                    continue
+                frozen = tensor if original is None else getattr(original, f"_{kind}s").get(key)
+                if frozen is None:
+                    raise UnsupportedModel(
+                        f"{name}: in modules_to_save there is one, in the original module there is none"
+                    )
+                check_tensor(name, frozen)
+                adapted = _Adapted(merging(name, key, tensor, item), frozen, layers)
+                yield (name, tensor, kind), adapted
     if meta:
         shown = ", ".join(meta[:10]) + (", ..." if len(meta) > 10 else "")
         raise UnsupportedModel(f"{len(meta)} tensors are on the meta device and have no values: {shown}")
@@ -462,8 +563,10 @@ def reject_adapters(module: nn.Module) -> None:
     Raises:
         UnsupportedModel: one is there.
     """
-    for kind in {type(place) for place in module.modules()}:
-        _reject_adapter(kind)
+    if has_adapters(module):
+        raise UnsupportedModel(
+            f"{type(module).__name__} holds PEFT adapters; they can be sent, but not received: sync into the base model"
+        )
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeIs[DTensor]:
@@ -471,12 +574,6 @@ def is_dtensor(tensor: torch.Tensor) -> TypeIs[DTensor]:
         return False
     cls = loaded_class("torch.distributed.tensor", "DTensor")
     return cls is not None and isinstance(tensor, cls)
-
-
-def _reject_adapter(kind: type) -> None:
-    adapters = tuple(cls for module, name in _PEFT if (cls := loaded_class(module, name)))
-    if adapters and issubclass(kind, adapters):
-        raise UnsupportedModel(f"the trainer holds PEFT adapters ({kind.__name__}), which cannot be synced yet")
 
 
 def _reject_flat_shards(prefix: str, module: Any) -> None:
@@ -492,6 +589,10 @@ def _gathered_on(tensor: DTensor) -> torch.device:
     local = tensor._local_tensor.device
     mesh = tensor.device_mesh.device_type
     return local if local.type == mesh else torch.device(mesh, torch.get_device_module(mesh).current_device())
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return _gather(tensor, DTYPE_NAMES[tensor.dtype]) if is_dtensor(tensor) else tensor
 
 
 def _gather(tensor: DTensor, dtype: str) -> torch.Tensor:

@@ -27,9 +27,13 @@ class Training:
     Args:
         weights: what is sent, asked anew at each call, so that a model replaced between two syncs is seen: a module, or
             a function that yields ``(name, tensor)``.
+
+    Attributes:
+        merge: what :meth:`send_announced` sends of a model with LoRA adapters: merged, or the frozen base.
     """
 
     def __init__(self, weights: Callable[[], torch.nn.Module | NamedWeights]) -> None:
+        self.merge = True
         self._weights = weights
         self._source = WeightSource(weights())
         self._held: object = None
@@ -108,7 +112,9 @@ class Training:
         self.rank = rank
         return self.endpoint.connect(rank, world_size, rendezvous, Deadline.after(timeout_s))
 
-    def send(self, digest: str, bucket_size: int, timeout_s: float, group: str | None = None) -> dict[str, Any]:
+    def send(
+        self, digest: str, bucket_size: int, timeout_s: float, group: str | None = None, *, merge: bool = True
+    ) -> dict[str, Any]:
         """Send the agreed manifest; returns once the last byte has been read from this trainer's memory.
 
         If meanwhile it shows that names have changed or something was added, while all that was agreed is still there
@@ -118,6 +124,7 @@ class Training:
 
         Args:
             group: in which to send; ``None``: in whichever this trainer is, if any.
+            merge: send LoRA adapters merged; else the frozen base.
 
         Raises:
             NotAgreed: this trainer's weights are no more as agreed, or its group is not sound any more.
@@ -125,7 +132,7 @@ class Training:
         if self._agreed is None or self._agreed[1].digest != digest:
             raise NotAgreed(f"no manifest {digest} was agreed with this trainer", phase="transfer")
         own, wire = self._agreed
-        self._present()
+        self._present().merge = merge
         if self._held is None:  # of a module this is seen when its stream is opened
             try:
                 self._current(own)
@@ -135,7 +142,9 @@ class Training:
 
     def send_announced(self, bucket_size: int, timeout_s: float) -> dict[str, Any]:
         """Send the model in its own dtypes, its manifest first, to receivers that were told nothing."""
-        return self._send(self.source().manifest(), bucket_size, Deadline.after(timeout_s))
+        source = self.source()
+        source.merge = self.merge
+        return self._send(source.manifest(), bucket_size, Deadline.after(timeout_s))
 
     def _send(
         self, wire: Manifest, bucket_size: int, deadline: Deadline, *, own: str | None = None, name: str | None = None
@@ -192,7 +201,8 @@ class Training:
         return result
 
     def digests(self, names: list[str] | None, digest: str | None, dtypes: tuple[str, ...] | None) -> dict[str, str]:
-        """``{name: sha256}`` of the weights as they would be sent in these dtypes. Collective over sharded ranks.
+        """``{name: sha256}`` of the weights as they would be sent in these dtypes, with LoRA adapters merged unless the
+        last sync sent the frozen base. Collective over sharded ranks.
 
         Args:
             names: only these; ``None``: all.

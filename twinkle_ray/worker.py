@@ -12,6 +12,7 @@ from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
+from twinkle_ray.backends import end_group
 from twinkle_ray.endpoint import Endpoint, Operation
 from twinkle_ray.errors import NotAgreed, SyncError, TwinkleRayError, mismatch
 from twinkle_ray.manifest import Manifest
@@ -119,6 +120,10 @@ class WorkerSide:
     def abort(self, reason: str) -> None:
         """Give up the running operation and the group."""
         self.endpoint.abort(reason)
+
+    def end_group(self, name: str, reason: str) -> None:
+        """See :func:`twinkle_ray.backends.end_group`."""
+        end_group(name, reason)
 
     def pieces(self, names: list[str] | None = None) -> dict[str, Any]:
         """What is really held of the manifest last received: ``{"pieces": [...], "unverifiable": [...]}``.

@@ -358,6 +358,24 @@ def test_what_the_rollout_has_no_place_for_is_refused_and_it_holds_one_whole_ver
         assert get(rollout.checkpoint_status.remote()).contents is Contents.WHOLE
 
 
+def test_a_rollout_that_holds_another_module_by_now_is_agreed_with_anew(actors: Any) -> None:
+    def replace(actor: Any) -> None:
+        actor.model = type(actor.model)(7)
+
+    trainer, rollout = actors(Trainer), actors(Rollout)
+    with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
+        manager.sync_weights()
+        get(rollout.call.remote(replace))
+        start = time.monotonic()
+        report = manager.sync_weights()
+        assert time.monotonic() - start < 10
+        assert {"refused", "init", "agree"} <= set(report.phases)
+        assert get(rollout.digests.remote()) == get(trainer.digests.remote())
+        get(trainer.call.remote(replace))
+        manager.sync_weights()
+        assert get(rollout.digests.remote()) == get(trainer.digests.remote())
+
+
 def test_a_steady_sync_is_one_call_to_each_member(actors: Any) -> None:
     @ray.remote(num_cpus=0.1)
     class CountingTrainer(TrainerBase):
@@ -703,17 +721,17 @@ class TestBadInput:
         with pytest.raises(UnsupportedActor, match=r"rollout\[0\].*neither self.llm nor self.model"):
             manager.sync_weights()
 
-    def test_a_peft_model_is_refused_by_name(self, actors: Any) -> None:
+    def test_an_adapter_that_cannot_be_merged_is_refused_by_name(self, actors: Any) -> None:
         @ray.remote(num_cpus=0)
         class Adapted(TrainerBase):
             def __init__(self) -> None:
                 super().__init__()
-                from peft import LoraConfig, get_peft_model
+                from peft import IA3Config, get_peft_model
 
-                self.model = get_peft_model(self.model, LoraConfig(r=2, target_modules=["q"]))
+                self.model = get_peft_model(self.model, IA3Config(target_modules=["q"], feedforward_modules=[]))
 
         manager = CheckpointEngineManager([actors(Adapted)], [actors(Rollout)], timeout_s=60)
-        with pytest.raises(UnsupportedModel, match=r"trainer\[0\].*(LoRA|adapter)"):
+        with pytest.raises(UnsupportedModel, match=r"trainer\[0\].*adapter default is of type IA3"):
             manager.sync_weights()
 
     def test_a_closed_manager(self, actors: Any) -> None:

@@ -34,6 +34,7 @@ class FakeTarget:
     """An engine of two workers whose statuses are scripted; writes down what it is told."""
 
     kind = "fake"
+    waits = False
     workers = 2
 
     def __init__(self, before: list[OpStatus], after_abort: list[OpStatus], loop: Any = None) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from twinkle_ray.errors import ConfigError, ManifestMismatch, UnsupportedModel
 from twinkle_ray.manifest import Manifest, TensorMeta
-from twinkle_ray.sources import WeightSource, device_of, reject_adapters
+from twinkle_ray.sources import WeightSource, collect, device_of, reject_adapters
 
 
 class Net(nn.Module):
@@ -281,7 +281,7 @@ class TestNamedWeights:
             taken(WeightSource(named_weights), Manifest((TensorMeta(name="a", shape=(1,), dtype="float32"),)))
 
 
-def test_adapters_are_refused():
+def test_adapters_are_refused_where_tensors_are_received():
     peft = pytest.importorskip("peft")
     net = nn.Sequential(nn.Linear(4, 4))
     reject_adapters(net)
@@ -290,7 +290,7 @@ def test_adapters_are_refused():
         with pytest.raises(UnsupportedModel, match="PEFT adapters"):
             reject_adapters(module)
         with pytest.raises(UnsupportedModel, match="PEFT adapters"):
-            WeightSource(module).manifest()
+            list(collect(module))
 
 
 def test_peft_and_dynamo_are_not_imported_for_it():

@@ -14,7 +14,7 @@ import ray
 from ray.util import collective as _ray_collective
 from ray.util.collective.backend_registry import _global_registry, register_collective_backend
 
-from twinkle_ray.backends.base import SyncGroup
+from twinkle_ray.backends.base import SyncGroup, living_groups
 from twinkle_ray.backends.rendezvous import Meeting, unique_group_name
 from twinkle_ray.errors import BackendUnavailable, ConfigError
 
@@ -26,6 +26,7 @@ __all__ = [
     "backend_for",
     "create_group",
     "destroy_group",
+    "end_group",
     "group_class",
     "register",
     "require",
@@ -109,6 +110,15 @@ def destroy_group(group: SyncGroup) -> None:
     group.destroy_group()  # first, since Ray's function holds a process-wide lock and this may take a second
     if _in_ray_worker() and collective.is_group_initialized(group.group_name):
         collective.destroy_collective_group(group.group_name)
+
+
+def end_group(name: str, reason: str) -> None:
+    """Give up the group of this name if this process is in it, whoever made it: an engine or a module that was replaced
+    meanwhile leaves its membership behind, of which its successor knows nothing."""
+    for group in living_groups():
+        if group.group_name == name:
+            group.abort(reason)
+            destroy_group(group)
 
 
 def _in_ray_worker() -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import threading
 import traceback
+import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -36,6 +37,14 @@ comes first."""
 
 VERDICT_S = 0.5
 """How long a broken transport waits for the lifeline to say who broke it."""
+
+
+_living: weakref.WeakSet[SyncGroup] = weakref.WeakSet()
+
+
+def living_groups() -> list[SyncGroup]:
+    """The groups of this process that were connected and not destroyed."""
+    return [group for group in _living if not group._destroyed]
 
 
 class SyncGroup(BaseGroup):
@@ -97,6 +106,7 @@ class SyncGroup(BaseGroup):
                 raise ConfigError(f"group {self._group_name} was connected or destroyed before; make a new one")
             self._connected = True
             self._meeting = meeting
+        _living.add(self)
         if (rendezvous.group, rendezvous.backend) != (self._group_name, self.name):
             raise ConfigError(
                 f"group {self._group_name} of {self.name} was given the rendezvous of "

@@ -11,6 +11,7 @@ coroutine by hand can drive them. Each call into a child is bounded in time: vLL
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import importlib
@@ -33,6 +34,9 @@ from twinkle_ray.vllm.worker import WorkerExtension, answer, error_from_plain
 IN_FLIGHT = ("wait", "abort", "keep")
 """What may become of running requests when an engine pauses."""
 
+LEAST_VLLM = "0.25"
+"""The oldest vLLM that was tried. Whether one is too old is asked of what it has, not of its number."""
+
 _ADAPTER = "_twinkle_ray_engine"
 _GRACE_S = 5.0
 _SLEEP_S = 300.0
@@ -51,6 +55,7 @@ def adapt(
 
     Raises:
         UnsupportedModel: the engine is pipeline- or data-parallel.
+        UnsupportedActor: this vLLM is too old: it lacks a method that a sync needs.
     """
     kinds: tuple[tuple[str, str, type[LLMEngine] | type[AsyncEngine]], ...] = (
         ("vllm.entrypoints.llm", "LLM", LLMEngine),
@@ -150,15 +155,18 @@ class LLMEngine(_Adapters):
     Attributes:
         kind: ``llm in process`` or ``llm in child process``.
         loop: always ``None``.
+        waits: always ``True``.
         workers: processes that own parameters.
         door: what keeps ``self.llm.generate`` out meanwhile.
     """
 
     loop: asyncio.AbstractEventLoop | None = None
+    waits = True
 
     def __init__(self, llm: Any, *, wait_s: float = 60.0) -> None:
         self._llm = llm
         self._engine = llm.llm_engine
+        _require(self._engine, "engine_core", "collective_rpc", "sleep", "wake_up", "reset_prefix_cache")
         self._vllm_config = self._engine.vllm_config
         self.workers = _workers(self._vllm_config)
         self.served = ServedAdapters(lora_facts(self._vllm_config))
@@ -237,6 +245,8 @@ class LLMEngine(_Adapters):
         if self._line is None and not self._lineless:
             try:
                 self._line = self._ask("line", _GRACE_S, lambda: Line(self._engine.collective_rpc("twinkle_line")))
+            except SyncTimeout:  # which is an OSError
+                raise
             except OSError:
                 self._lineless = True
         return self._line
@@ -438,6 +448,7 @@ class AsyncEngine(_Adapters):
 
     def __init__(self, llm: Any, *, wait_s: float = 60.0) -> None:
         self._llm = llm
+        _require(llm, "collective_rpc", "sleep", "wake_up", "reset_prefix_cache", "pause_generation")
         self._vllm_config = llm.vllm_config
         self.workers = _workers(self._vllm_config)
         self.served = ServedAdapters(lora_facts(self._vllm_config))
@@ -449,6 +460,10 @@ class AsyncEngine(_Adapters):
         self._core_paused = False
         self._asleep: set[str] = set()
         self._sleep_known = False
+        self._line: Line | None = None
+        self._lineless = False
+        # For calls over the line, one at a time, beside the loop.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="twinkle_ray-line")
         self._sleep: Callable[..., Any] = llm.sleep
         self._wake: Callable[..., Any] = llm.wake_up
         for name in ("generate", "encode"):
@@ -460,12 +475,41 @@ class AsyncEngine(_Adapters):
         self._closed, self._error = False, None
         for name in ("generate", "encode", "sleep", "wake_up", _ADAPTER):
             vars(self._llm).pop(name, None)
+        if self._line is not None:
+            self._line.close()
+        self._thread.shutdown(wait=False)
+
+    @property
+    def waits(self) -> bool:
+        """See :class:`~twinkle_ray.serving.Target`."""
+        return self._line is not None
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """See :meth:`LLMEngine.call`."""
         _require_extension(self._extended)
+        if method in METHODS and (line := await self._direct_line()) is not None:
+            asked = functools.partial(line.call, method, *args, timeout_s=timeout_s + _GRACE_S)
+            try:
+                return _results(await asyncio.get_running_loop().run_in_executor(self._thread, asked))
+            except (SyncTimeout, PeerLost):
+                line.close()
+                self._line = None
+                raise
         rpc = self._llm.collective_rpc("twinkle_call", timeout=timeout_s, args=(method, *args))
         return _results(await _bounded(rpc, timeout_s + _GRACE_S, f"{method} in the workers"))
+
+    async def _direct_line(self) -> Line | None:
+        """See :meth:`LLMEngine._direct_line`."""
+        if self._line is None and not self._lineless:
+            addresses = await _bounded(self._llm.collective_rpc("twinkle_line"), _GRACE_S, "line")
+            made = asyncio.get_running_loop().run_in_executor(self._thread, Line, addresses)
+            try:
+                self._line = await _bounded(made, _GRACE_S, "line")
+            except SyncTimeout:
+                raise
+            except OSError:
+                self._lineless = True
+        return self._line
 
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
         """See :meth:`LLMEngine.pause`."""
@@ -566,6 +610,16 @@ class AsyncEngine(_Adapters):
         result = await self._wake(tags)
         self._asleep -= set(tags) if tags else set(self._asleep)
         return result
+
+
+def _require(engine: Any, *hooks: str) -> None:
+    lacking = next((hook for hook in hooks if not hasattr(engine, hook)), None)
+    if lacking is not None:
+        version = getattr(sys.modules.get("vllm"), "__version__", "of an unknown version")
+        raise UnsupportedActor(
+            f"this vLLM ({version}) is too old for a sync: its {type(engine).__name__} has no {lacking}; install "
+            f"vllm>={LEAST_VLLM}"
+        )
 
 
 def _workers(vllm_config: Any) -> int:
