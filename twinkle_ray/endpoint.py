@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import os
 import queue
 import sys
 import threading
@@ -32,6 +33,9 @@ _SLICE_S = 0.05
 _SWITCH_S = 2e-4
 """Seconds after which a thread is asked for the interpreter while an operation runs. With Python's 5 ms a thread that
 waits for the wire learns that much later that it has ended, if another one is computing."""
+
+_LONGEST_S = 3600.0
+"""Seconds that the alarm waits at a time: a lock refuses to wait for ever, which a deadline may be."""
 
 _LATE_S = 0.4
 """The group ends by the deadline itself and can say who was missing; only then does the endpoint end the operation."""
@@ -164,7 +168,7 @@ class _Alarm:
         while True:
             with self._moved:
                 while not self._due or (wait_s := self._due[0][0] - time.monotonic()) > 0:
-                    self._moved.wait(wait_s if self._due else None)
+                    self._moved.wait(min(wait_s, _LONGEST_S) if self._due else None)
                 entry = heapq.heappop(self._due)[-1]
             for ring in list(entry):
                 threading.Thread(target=ring, name="twinkle-deadline", daemon=True).start()  # it may take a second
@@ -192,8 +196,15 @@ class _Brisk:
                 sys.setswitchinterval(self._before)
 
 
+def _afresh() -> None:
+    """A forked process, such as a child engine's, has neither the alarm's thread nor the operations inside."""
+    global _alarm, _brisk
+    _alarm, _brisk = _Alarm(), _Brisk()
+
+
 _alarm = _Alarm()
 _brisk = _Brisk()
+os.register_at_fork(after_in_child=_afresh)
 
 
 class Endpoint:

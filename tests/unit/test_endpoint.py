@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -262,3 +264,33 @@ def test_a_failed_operation_does_not_block_the_next_one(endpoint: Endpoint, grou
     release.set()
     joined(endpoint, "two")
     assert endpoint.is_sound()
+
+
+def test_a_deadline_that_never_comes_does_not_keep_others_from_coming(endpoint: Endpoint) -> None:
+    endpoint.start("transfer", lambda _: None, Deadline(float("inf"), float("inf"))).outcome()
+    late = Endpoint(torch.device("cpu"))
+    release = threading.Event()
+    with pytest.raises(SyncTimeout):
+        late.start("transfer", lambda _: release.wait(10), Deadline.after(0.2)).outcome()
+    release.set()
+
+
+FORKED = """
+import os, threading, torch
+from twinkle_ray.endpoint import Endpoint
+from twinkle_ray.errors import SyncTimeout
+from twinkle_ray.types import Deadline
+Endpoint(torch.device("cpu")).start("transfer", lambda _: None, Deadline.after(60.0)).outcome()
+child = os.fork()
+if child == 0:
+    stuck = threading.Event().wait
+    operation = Endpoint(torch.device("cpu")).start("transfer", lambda _: stuck(30), Deadline.after(0.2))
+    operation.ended.wait(4.0)
+    os._exit(0 if isinstance(operation.status().error, SyncTimeout) else 1)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_deadlines_come_in_a_forked_process_too() -> None:
+    """A child engine may be forked from an actor that has synced before."""
+    assert subprocess.run([sys.executable, "-c", FORKED], timeout=60, check=False).returncode == 0

@@ -524,8 +524,6 @@ class TestTree:
 )
 def test_lower_precision_is_off_for_the_product_and_then_as_the_trainer_chose(chosen):
     """The settings alone, which need no GPU. In a process of its own, since they cannot be taken back."""
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip("this torch has one interface only")
     code = (
         f"import torch; from torch import backends as b; from twinkle_ray.lora import _full_precision; {chosen}\n"
         "for kind, places in (('cuda', (b.cuda.matmul, b.cudnn.conv)), ('cpu', (b.mkldnn.matmul, b.mkldnn.conv))):\n"
