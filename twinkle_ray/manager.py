@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -109,8 +110,8 @@ class CheckpointEngineManager:
             raise ConfigError(f"weight_sync_mode is {weight_sync_mode!r}; it must be one of {', '.join(MODES)}")
         if not isinstance(bucket_size, int) or bucket_size <= 0:
             raise ConfigError(f"bucket_size is {bucket_size!r}, but it must be a positive number of bytes")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s is {timeout_s!r}, but it must be a positive number of seconds")
+        if not 0 < timeout_s < math.inf:
+            raise ConfigError(f"timeout_s is {timeout_s!r}, but it must be a positive number of seconds, not endless")
         if sleep_level < 0:
             raise ConfigError(f"sleep_level is {sleep_level}, but it must be 0, 1 or 2")
         if weight_sync_mode == "naive" and train_group is None:
