@@ -624,6 +624,7 @@ class TestBadInput:
             ({"bucket_size": 0}, "bucket_size is 0"),
             ({"bucket_size": -1}, "bucket_size is -1"),
             ({"timeout_s": 0}, "timeout_s is 0"),
+            ({"timeout_s": float("inf")}, "not endless"),
             ({"timeout_s": float("nan")}, "timeout_s is nan"),
             ({"sleep_level": -1}, "sleep_level is -1"),
             ({"weight_sync_mode": "naive"}, "needs a train_group"),
