@@ -140,6 +140,24 @@ class Serves:
         manager.sync_weights()
         assert bench.generate() == bench.expected("default")
 
+    def test_an_adapter_of_many_buckets_comes_whole_or_not_at_all(self, bench: Bench) -> None:
+        bench.begin()
+        manager = bench.manager
+        manager.sync_weights(False)
+        answers, before = bench.generate(), bench.status()
+        bench.step("default")
+        usual, manager.bucket_size = manager.bucket_size, 4096
+        try:
+            get(bench.trainer.fail_at_launch.remote(5))
+            with pytest.raises(SyncError, match=r"trainer\[0\].*no more power"):
+                manager.sync_weights(False)
+            assert bench.generate() == answers
+            assert bench.status().adapters == before.adapters
+            assert manager.sync_weights(False).base == ""
+        finally:
+            manager.bucket_size = usual
+        assert bench.generate() == bench.expected("default")
+
     def test_a_base_that_changed_is_sent_again_under_the_adapters(self, bench: Bench) -> None:
         bench.begin()
         bench.manager.sync_weights(False)
