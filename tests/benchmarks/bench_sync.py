@@ -6,8 +6,8 @@
 *raw* is one broadcast of the same number of bytes through the very group that the sync uses, between plain buffers,
 until its last member has them. *sync* is ``manager.sync_weights()`` from call to return, the median after the second
 one, each after a training step and a generation, which fills the prefix cache; *again* is the same, one sync right
-after the other. With ``--rank`` it is a LoRA adapter of that rank alone, ``sync_weights(False)``, and *raw* and *MB* are the
-adapter's. Rollouts are a plain module, vLLM in the actor's process (``engine``) or in a child process
+after the other. With ``--rank`` it is a LoRA adapter of that rank alone, ``sync_weights(False)``, and *raw* and *MB*
+are the adapter's. Rollouts are a plain module, vLLM in the actor's process (``engine``) or in a child process
 (``child``), with dummy weights: nothing is read from a disk but a configuration. ``--scale`` divides widths, vocabulary
 and heads, never the number of tensors.
 """
@@ -69,7 +69,7 @@ class Trainer(TrainActorMixin):
 
     def step(self) -> None:
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for parameter in self.model.parameters():
                 if parameter.requires_grad or not hasattr(self.model, "peft_config"):
                     parameter.add_(0.001)
         if parameter.is_cuda:
