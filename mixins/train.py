@@ -55,9 +55,9 @@ class TrainActorMixin:
         adapters merged or (``merge=False``) as the frozen base."""
         return self.__training().status(merge=merge)
 
-    def checkpoint_manifest(self) -> list[Any]:
-        """Names, shapes, dtypes and kinds of what is sent, in JSON form."""
-        return self.__training().manifest()
+    def checkpoint_manifest(self, merge: bool = True) -> list[Any]:
+        """Names, shapes, dtypes and kinds of what is sent, in JSON form; ``merge`` as in :meth:`checkpoint_status`."""
+        return self.__training().manifest(merge=merge)
 
     def checkpoint_adapter(self, name: str | None = None) -> dict[str, Any]:
         """One LoRA adapter, as it would be sent alone: ``name``, ``config``, ``manifest`` and ``digest``, plain data.
@@ -71,9 +71,11 @@ class TrainActorMixin:
         """
         return self.__training().adapter(name).as_json()
 
-    def agree_checkpoint(self, digest: str, dtypes: tuple[str, ...], cuts: tuple[tuple[int, ...], ...] = ()) -> str:
+    def agree_checkpoint(
+        self, digest: str, dtypes: tuple[str, ...], cuts: tuple[tuple[int, ...], ...] = (), merge: bool = True
+    ) -> str:
         """Fix the wire dtypes for the manifest with this digest; returns the wire manifest's digest."""
-        return self.__training().agree(digest, dtypes, cuts)
+        return self.__training().agree(digest, dtypes, cuts, merge=merge)
 
     def prepare_checkpoint_engine(
         self, is_master: bool, backend: str | None = None, fresh: bool = False
@@ -184,15 +186,20 @@ class TrainActorMixin:
         return self.__training().peft_config(adapter)
 
     def weights_digest(
-        self, names: list[str] | None = None, digest: str | None = None, dtypes: tuple[str, ...] | None = None
+        self,
+        names: list[str] | None = None,
+        digest: str | None = None,
+        dtypes: tuple[str, ...] | None = None,
+        merge: bool | None = None,
     ) -> dict[str, str]:
         """``{name: sha256}`` of the weights as they are sent. Collective over the ranks of a sharded trainer.
 
         Args:
             names: only these; ``None``: all.
             digest, dtypes: of the manifest to digest by and its wire dtypes; ``None``: the trainer's own.
+            merge: with LoRA adapters merged, or the frozen base; ``None``: as they were sent last.
         """
-        return self.__training().digests(names, digest, dtypes)
+        return self.__training().digests(names, digest, dtypes, merge=merge)
 
     def __weights(self) -> torch.nn.Module | NamedWeights:
         # A generator function runs nothing yet when it is called.

@@ -280,14 +280,20 @@ class CheckpointEngineManager:
             deadline = Deadline.after(self.timeout_s)
             if self._group is None:
                 raise SyncError("there is nothing to verify before the first sync_weights()", phase="verify")
+            # Not what was asked of a trainer last, which may have been refused: what is held.
+            statuses: dict[str, RolloutStatus] = self._round("verify", deadline).run(
+                {r.name: Op(handle=r.handle, op="prepare", request={}) for r in self._replicas}
+            )
+            merged = {name: status.base == MERGED for name, status in statuses.items()}
             if self._agreed is None:  # only adapters were sent
-                self._agree(self._look(deadline, merge=False)[0], deadline)
+                merge = any(merged.values())
+                self._agree(self._look(deadline, merge=merge)[0], deadline, merge=merge)
             agreed = self._agreed
             assert agreed is not None
             held = self._round("verify", deadline).run(
                 {r.name: Op(handle=r.handle, op="digest", request={"names": None}) for r in self._replicas}
             )
-            return self._compare(agreed, held, deadline)
+            return self._compare(agreed, held, merged, deadline)
 
     def close(self) -> None:
         """Let every actor leave the group. Idempotent; an actor that is gone is no error."""
@@ -469,7 +475,7 @@ class CheckpointEngineManager:
         if sending.base is not None and (self._agreed is None or self._agreed.digest != trainers["trainer[0]"].digest):
             fresh.add("base")
             with _timed(phases, "agree"):
-                self._agree(trainers, deadline)
+                self._agree(trainers, deadline, merge=wanted.merge)
         if sending.adapter is not None:
             with _timed(phases, "agree"):
                 if self._agree_adapter(sending.adapter, deadline):
@@ -572,12 +578,12 @@ class CheckpointEngineManager:
         self._round("init", deadline, made, metadata["group"]).run(members)
         self._group = _Group(name=metadata["group"], mode=mode, topology=made, pids=pids)
 
-    def _agree(self, trainers: dict[str, TrainerStatus], deadline: Deadline) -> None:
+    def _agree(self, trainers: dict[str, TrainerStatus], deadline: Deadline, *, merge: bool) -> None:
         self._agreed = None
         first = self._trainers[0]
         # All of them, for one answer: a user's named_weights() may gather, and then needs every rank.
         sent = self._round("agree", deadline).run(
-            {t.name: Call(ref=t.handle.checkpoint_manifest.remote()) for t in self._trainers}
+            {t.name: Call(ref=t.handle.checkpoint_manifest.remote(merge)) for t in self._trainers}
         )
         own = Manifest.from_json(sent[first.name])
         answers = self._round("agree", deadline).run(
@@ -597,7 +603,10 @@ class CheckpointEngineManager:
         wire = own.with_dtypes(agree_dtypes(own, wanted)).with_cuts(cuts)
         dtypes = tuple(meta.dtype for meta in wire)
         self._round("agree", deadline).run(
-            {t.name: Call(ref=t.handle.agree_checkpoint.remote(own.digest, dtypes, cuts)) for t in self._trainers}
+            {
+                t.name: Call(ref=t.handle.agree_checkpoint.remote(own.digest, dtypes, cuts, merge))
+                for t in self._trainers
+            }
         )
         self._agreed = _Agreed(digest=own.digest, wire=wire)
 
@@ -805,32 +814,39 @@ class CheckpointEngineManager:
             Round("finalize", deadline).run_each(members)
 
     def _compare(
-        self, agreed: _Agreed, held: dict[str, dict[str, tuple[str, str]]], deadline: Deadline
+        self,
+        agreed: _Agreed,
+        held: dict[str, dict[str, tuple[str, str]]],
+        merged: dict[str, bool],
+        deadline: Deadline,
     ) -> VerifyReport:
-        expected: dict[tuple[str, ...], dict[str, str]] = {}
+        expected: dict[tuple[bool, tuple[str, ...]], dict[str, str]] = {}
         compared = 0
         unverifiable: dict[str, tuple[str, ...]] = {}
         for name, digests in held.items():
             dtypes = tuple(digests.get(m.name, ("", ""))[0] or m.dtype for m in agreed.wire)
-            if dtypes not in expected:
+            form = merged[name], dtypes
+            if form not in expected:
                 answers = self._round("verify", deadline).run(
                     {
                         t.name: Call(
-                            ref=t.handle.weights_digest.remote(names=None, digest=agreed.digest, dtypes=dtypes)
+                            ref=t.handle.weights_digest.remote(
+                                names=None, digest=agreed.digest, dtypes=dtypes, merge=form[0]
+                            )
                         )
                         for t in self._trainers
                     }
                 )
-                expected[dtypes] = answers[self._trainers[0].name]
+                expected[form] = answers[self._trainers[0].name]
             dark = []
             for meta in agreed.wire:
                 _, found = digests.get(meta.name, ("", UNVERIFIABLE))
                 if found == UNVERIFIABLE:
                     dark.append(meta.name)
-                elif found != expected[dtypes][meta.name]:
+                elif found != expected[form][meta.name]:
                     raise VerifyError(
                         f"{name} holds other bytes than the trainer for {meta.name!r} (sha256 {found[:12]} against "
-                        f"{expected[dtypes][meta.name][:12]}); sync again",
+                        f"{expected[form][meta.name][:12]}); sync again",
                         tensor=meta.name,
                         actor=name,
                     )

@@ -75,8 +75,11 @@ class WeightSource:
         self._base_marks: list[tuple[int, int, int]] | None = None
         self._base_name = ""
 
-    def manifest(self) -> Manifest:
+    def manifest(self, *, merge: bool | None = None) -> Manifest:
         """What there is to send now, in the trainer's own dtypes; compare digests to notice a changed model.
+
+        Args:
+            merge: as the class has it, this once; ``None``: as it is set.
 
         Parameters and persistent buffers in the order of ``state_dict``, a DTensor with its global shape. Tensors
         that are one view of one storage are one entry with aliases; other overlaps are separate entries. FSDP2
@@ -89,9 +92,10 @@ class WeightSource:
                 module holds shards of FSDP1, or PEFT adapters of which it is not known exactly what they make of it.
         """
         if isinstance(self._weights, nn.Module):
+            merge = self.merge if merge is None else merge
             walked = self._look(self._weights)
-            walked.sent(merge=self.merge)  # refused here, before anybody waits for a tensor
-            return walked.manifest(merge=self.merge)
+            walked.sent(merge=merge)  # refused here, before anybody waits for a tensor
+            return walked.manifest(merge=merge)
         metas = []
         for name, tensor in self._weights():
             check_tensor(name, tensor)
@@ -101,10 +105,13 @@ class WeightSource:
             raise ConfigError("the trainer has no weights: its named_weights() yields nothing")
         return Manifest(tuple(metas))
 
-    def tensors(self, wire: Manifest, own: str | None = None, *, recheck: bool = False) -> TensorStream:
+    def tensors(
+        self, wire: Manifest, own: str | None = None, *, recheck: bool = False, merge: bool | None = None
+    ) -> TensorStream:
         """The tensors of ``wire``, in its order and its dtypes. Collective if any is sharded.
 
         Args:
+            merge: see :meth:`manifest`.
             recheck: names, and whether something was added, may be compared later, by :meth:`TensorStream.recheck`.
                 That the tensors are all still there, the very ones, is compared at once in any case.
             own: digest of the manifest in the trainer's own dtypes from which ``wire`` was agreed. If it is given, a
@@ -120,7 +127,8 @@ class WeightSource:
             return TensorStream(iter(self._weights()), wire)
         later = recheck and self._walked is not None and self._walked.same_tensors()
         walked = self._walked if later and self._walked is not None else self._look(self._weights)
-        mine = walked.manifest(merge=self.merge)
+        merge = self.merge if merge is None else merge
+        mine = walked.manifest(merge=merge)
         if own not in (None, mine.digest):
             _require_same(mine, wire)  # which can say more
             raise _changed("it has other dtypes")
@@ -128,19 +136,19 @@ class WeightSource:
             _require_same(mine, wire)
             self._sent_as = mine.digest, wire.digest
         return TensorStream(
-            walked.sent(merge=self.merge),
+            walked.sent(merge=merge),
             wire,
             device=walked.device,
             recheck=walked.fingerprint.same_tree if later else None,
         )
 
-    def gather_only(self, wire: Manifest) -> None:
+    def gather_only(self, wire: Manifest, *, merge: bool | None = None) -> None:
         """Take part in the collectives of :meth:`tensors` on a rank that sends nothing, and keep nothing.
 
         Raises:
             ManifestMismatch: as :meth:`tensors`, and on the same tensor.
         """
-        with self.tensors(wire) as stream:
+        with self.tensors(wire, merge=merge) as stream:
             stream.skip_all()
 
     def check(self, *, merge: bool) -> None:

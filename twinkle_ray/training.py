@@ -37,6 +37,7 @@ class Training:
 
     def __init__(self, weights: Callable[[], torch.nn.Module | NamedWeights]) -> None:
         self.merge = True
+        self._sent_merged = True
         self._weights = weights
         self._source = WeightSource(weights())
         self._held: torch.nn.Module | None = None
@@ -70,8 +71,7 @@ class Training:
             merge: how it is to be sent.
         """
         source = self.source()
-        source.merge = merge
-        manifest = source.manifest()
+        manifest = source.manifest(merge=merge)
         model = self._held if self._held is not None and has_adapters(self._held) else None
         endpoint = self.endpoint
         facts = device_facts(endpoint.device)
@@ -108,17 +108,19 @@ class Training:
             return None
         return adapter_config(model, name or the_active(tuple(names), tuple(active_adapters(model))))
 
-    def manifest(self) -> list[Any]:
-        """The manifest in the trainer's own dtypes, in JSON form."""
-        return self.source().manifest().as_json()
+    def manifest(self, *, merge: bool = True) -> list[Any]:
+        """The manifest in the trainer's own dtypes, in JSON form, as :meth:`status` has it."""
+        return self.source().manifest(merge=merge).as_json()
 
-    def agree(self, digest: str, dtypes: tuple[str, ...], cuts: tuple[tuple[int, ...], ...] = ()) -> str:
+    def agree(
+        self, digest: str, dtypes: tuple[str, ...], cuts: tuple[tuple[int, ...], ...] = (), *, merge: bool = True
+    ) -> str:
         """Fix the wire dtypes and cuts of the manifest with this digest; the wire manifest's digest.
 
         Raises:
             ManifestMismatch: the model has another manifest by now, or this rank's differs from rank 0's.
         """
-        manifest = self._current(digest)
+        manifest = self._current(digest, merge=merge)
         wire = manifest.with_dtypes(dtypes).with_cuts(cuts)
         self._agreed = (digest, wire)
         return wire.digest
@@ -181,13 +183,15 @@ class Training:
                 raise NotAgreed(f"no manifest {digest} was agreed with this trainer", phase="transfer")
             own, wire = self._agreed
         # Without adapters both are the same, and merged is what shows that there are some by now.
-        self._present().merge = adapter is None
+        merge = adapter is None
+        self._present()
         if self._held is None and own is not None:  # of a module this is seen when its stream is opened
             try:
-                self._current(own)
+                self._current(own, merge=merge)
             except ManifestMismatch as error:
                 raise NotAgreed(str(error), phase="transfer") from error
-        return self._send(wire, bucket_size, Deadline.after(timeout_s), own=own, name=group, kind=kind, adapter=adapter)
+        deadline = Deadline.after(timeout_s)
+        return self._send(wire, bucket_size, deadline, merge=merge, own=own, name=group, kind=kind, adapter=adapter)
 
     def send_announced(self, bucket_size: int, timeout_s: float, *, adapter_only: bool = False) -> dict[str, Any]:
         """Send in the trainer's own dtypes, manifests first, to receivers that were told nothing.
@@ -197,15 +201,15 @@ class Training:
                 which this trainer sent in this group.
         """
         source = self.source()
-        source.merge = self.merge and not adapter_only
+        merge = self.merge and not adapter_only
         base_id = source.base_id()
         one = None
         if adapter_only:
             alone = self.adapter()
             one = {"name": alone.name, "digest": alone.digest, "base_id": base_id, "default": True}
         there = adapter_only and self._told == (self.endpoint.sound_group, base_id)
-        wire = None if there else source.manifest()
-        return self._send(wire, bucket_size, Deadline.after(timeout_s), adapter=one)
+        wire = None if there else source.manifest(merge=merge)
+        return self._send(wire, bucket_size, Deadline.after(timeout_s), merge=merge, adapter=one)
 
     def _alone(self, wanted: dict[str, Any]) -> Adapter:
         """Raises NotAgreed: the adapter, or the base it belongs to, is another one by now."""
@@ -229,6 +233,7 @@ class Training:
         bucket_size: int,
         deadline: Deadline,
         *,
+        merge: bool,
         own: str | None = None,
         name: str | None = None,
         kind: str | None = None,
@@ -237,12 +242,13 @@ class Training:
         """Without ``name`` the receivers were told nothing."""
         source = self._present()
         told, self._told = self._told, ("", "")
+        self._sent_merged = merge
 
         def work(operation: Operation) -> dict[str, Any]:
             alone = self._alone(adapter) if adapter is not None else None
             if self.rank is None and name is None:
                 if wire is not None:
-                    source.gather_only(wire)
+                    source.gather_only(wire, merge=merge)
                 if alone is not None:
                     gather_only(alone.tensors, alone.manifest)
                 return {}
@@ -252,10 +258,10 @@ class Training:
             parts: list[tuple[TensorStream, Manifest]] = []
             if wire is not None:
                 try:
-                    parts.append((source.tensors(wire, own, recheck=own is not None), wire))
+                    parts.append((source.tensors(wire, own, recheck=own is not None, merge=merge), wire))
                 except ManifestMismatch as error:
                     raise NotAgreed(str(error), phase="transfer") from error
-            if kind == PLAIN and source.merge and source.adapted:
+            if kind == PLAIN and merge and source.adapted:
                 raise NotAgreed("this trainer's model has got LoRA adapters since the last sync", phase="transfer")
             if alone is not None:
                 stream = TensorStream(alone.tensors, alone.manifest, device=device_of(alone.pairs()))
@@ -287,7 +293,7 @@ class Training:
                         base = None
                         if wire is not None:
                             base_id = source.base_id(looked=True)
-                            merged = source.merge and source.adapted
+                            merged = merge and source.adapted
                             base = {
                                 "manifest": wire.as_json(),
                                 "kind": MERGED if merged else PLAIN,
@@ -303,7 +309,7 @@ class Training:
                     group.abort(f"{type(error).__name__}: {error}")  # the receivers need not wait for those gathers
                     raise
             if wire is not None:
-                self._told = ("", "") if source.merge else (group.group_name, source.base_id(looked=True))
+                self._told = ("", "") if merge else (group.group_name, source.base_id(looked=True))
             else:
                 self._told = told
             return {
@@ -316,27 +322,35 @@ class Training:
         result: dict[str, Any] = self.endpoint.start("transfer", work, deadline).outcome()
         return result
 
-    def digests(self, names: list[str] | None, digest: str | None, dtypes: tuple[str, ...] | None) -> dict[str, str]:
-        """``{name: sha256}`` of the weights as they would be sent in these dtypes, with LoRA adapters merged unless the
-        last sync sent the frozen base. Collective over sharded ranks.
+    def digests(
+        self,
+        names: list[str] | None,
+        digest: str | None,
+        dtypes: tuple[str, ...] | None,
+        *,
+        merge: bool | None = None,
+    ) -> dict[str, str]:
+        """``{name: sha256}`` of the weights as they would be sent in these dtypes. Collective over sharded ranks.
 
         Args:
             names: only these; ``None``: all.
             digest: of the manifest that is meant; ``None``: the present one.
             dtypes: on the wire; ``None``: the trainer's own.
+            merge: with LoRA adapters merged, or the frozen base; ``None``: as they were sent last.
         """
-        manifest = self.source().manifest() if digest is None else self._current(digest)
+        merge = self._sent_merged if merge is None else merge
+        manifest = self.source().manifest(merge=merge) if digest is None else self._current(digest, merge=merge)
         wire = manifest if dtypes is None else manifest.with_dtypes(dtypes)
         wanted = None if names is None else set(names)
         result = {}
-        with torch.no_grad(), self._source.tensors(wire) as tensors:
+        with torch.no_grad(), self._source.tensors(wire, merge=merge) as tensors:
             for meta, tensor in zip(wire, tensors, strict=True):
                 if wanted is None or wanted & set(meta.names):
                     result[meta.name] = tensor_sha256(tensor)
         return result
 
-    def _current(self, digest: str) -> Manifest:
-        manifest = self.source().manifest()
+    def _current(self, digest: str, *, merge: bool) -> Manifest:
+        manifest = self.source().manifest(merge=merge)
         if manifest.digest != digest:
             raise ManifestMismatch(
                 "this trainer's weights changed in name, shape or dtype since they were agreed (or differ from "

@@ -320,6 +320,8 @@ class TestTenants:
             act(manager, tmp_path)
         assert status(rollout) == before
         assert torch.equal(get(rollout.logits.remote()), get(trainer.logits.remote()))
+        get(trainer.checkpoint_status.remote())  # anyone may ask
+        assert manager.verify().compared > 0
 
 
 def without(trainer: Any) -> torch.Tensor:
