@@ -87,12 +87,13 @@ class ModuleAdapters:
         self.last = max(self.last, number)
         try:
             present = getattr(self._module, "peft_config", {}).get(name) if name in self._held else None
+            default = self.default
             if present is None or _fields(present) != _fields(made):
                 self.remove(name)
                 if not self._held:  # PEFT freezes the base
                     self._trained = [p for p in self._module.parameters() if p.requires_grad]
+                self._held[name] = (version, number)  # from here on there may be something to take out again
                 peft.inject_adapter_in_model(made, self._module, adapter_name=name)
-                self._held[name] = (version, number)  # from here on there is something to take out again
             self._take_dtype(name, next(iter(tensors.values())).dtype)
             plain = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}
             result = peft.set_peft_model_state_dict(self._module, plain, adapter_name=name)
@@ -107,6 +108,7 @@ class ModuleAdapters:
                 cause_type=type(error).__name__,
             ) from error
         self._held[name] = (version, number)
+        self.default = default
         self._activate()
 
     def attach(self, name: str, path: str, version: int = 0, number: int | None = None) -> None:
@@ -151,9 +153,14 @@ class ModuleAdapters:
         self._activate()
 
     def _activate(self) -> None:
+        saved = loaded_class("peft.utils.other", "AuxiliaryTrainingWrapper")
         for layer in self._layers():
-            layer.enable_adapters(self.default is not None)
-            if self.default is not None:
+            # of modules_to_save another adapter may have none here, and PEFT then uses the original
+            used = self.default is not None
+            if saved is not None and isinstance(layer, saved):
+                used = self.default in layer._adapters
+            layer.enable_adapters(used)
+            if used:
                 layer.set_adapter(self.default)
                 for parameter in layer.parameters():
                     parameter.requires_grad_(requires_grad=False)

@@ -117,3 +117,44 @@ def test_one_that_cannot_be_put_in_leaves_nothing_behind(monkeypatch: pytest.Mon
         put(held, "one", trained(1))
     assert not held.holds_any()
     assert digests(module) == before
+
+
+def test_the_default_stays_the_default_when_it_is_put_in_anew() -> None:
+    module = TinyLM(0).eval()
+    held = ModuleAdapters(module)
+    put(held, "one", trained(1))
+    held.choose("one")
+    wider = trained(2, r=8)
+    put(held, "one", wider, 2)
+    assert held.default == "one"
+    assert torch.equal(logits(module), logits(wider))
+
+
+def test_one_without_modules_to_save_follows_one_that_has_some() -> None:
+    module = TinyLM(0).eval()
+    held = ModuleAdapters(module)
+    one = trained(1, target_modules=["q"], modules_to_save=["lm_head"])
+    with torch.no_grad():
+        one.base_model.model.lm_head.modules_to_save["default"].weight.mul_(3)
+    other = trained(2, target_modules=["q"])
+    put(held, "one", one)
+    held.choose("one")
+    put(held, "other", other)
+    assert torch.equal(logits(module), logits(one))
+    held.choose("other")
+    assert torch.equal(logits(module), logits(other))
+    assert held.remove("one")
+    assert torch.equal(logits(module), logits(other))
+    held.choose("other")
+    assert torch.equal(logits(module), logits(other))
+
+
+def test_one_that_fits_only_in_part_is_taken_out_again() -> None:
+    module = TinyLM(0)
+    module.blocks[1]["q"] = torch.nn.Sequential()  # PEFT has no layer for it, and meets it after the first block's
+    parts = list(module.modules())
+    held = ModuleAdapters(module)
+    with pytest.raises(SyncError, match="could not put adapter 'one'"):
+        put(held, "one", trained(1, target_modules=["q"]))
+    assert not held.holds_any()
+    assert list(module.modules()) == parts
