@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +18,12 @@ import torch
 from twinkle_ray.backends import end_group
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.endpoint import Endpoint, Operation
-from twinkle_ray.errors import NotAgreed, SyncError, TwinkleRayError, mismatch
+from twinkle_ray.errors import ConfigError, NotAgreed, SyncError, TwinkleRayError, WireError, mismatch
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.sinks import LoadReport, Sink, StagedSink
 from twinkle_ray.stream import receive_frame, send_frame
 from twinkle_ray.transfer import receive
-from twinkle_ray.types import Deadline, OpState, OpStatus, Rendezvous
+from twinkle_ray.types import MERGED, PLAIN, Deadline, OpState, OpStatus, Rendezvous
 
 _MANIFESTS_KEPT = 4
 _ADAPTERS_KEPT = 64
@@ -138,11 +138,15 @@ class WorkerSide:
         self._operation = self.endpoint.start("transfer", work, Deadline.after(timeout_s))
         self._operation.launched.wait(min(_LAUNCH_S, timeout_s))
 
-    def receive_announced(self, timeout_s: float, base_id: str | None = None) -> None:
+    def receive_announced(
+        self, timeout_s: float, base_id: str | None = None, others: Sequence[str] = (), attached: Sequence[str] = ()
+    ) -> None:
         """Start to receive one sync whose manifests come first on the group itself (see :func:`announce`).
 
         Args:
             base_id: of the plain base that is held here, to which an adapter may be added; ``None``: of no such.
+            others: adapters that are held beside the default one, and belong to the plain base.
+            attached: those of them that came from a directory, which nothing from a trainer may replace.
         """
         self._operation = None
 
@@ -150,26 +154,43 @@ class WorkerSide:
             group = operation.group
             if group is None:
                 raise SyncError("this worker is in no sync group", phase="transfer")
-            content = receive_frame(group, 0, operation.deadline)
-            base, adapter = content.get("base"), content.get("adapter")
-            manifest = alone = None
+            came = Announced.from_json(receive_frame(group, 0, operation.deadline))
+            base, adapter = came.base, came.adapter
             if base is not None:
-                manifest = Manifest.from_json(base.get("manifest"))
-                problems = self.sink.agree(manifest).problems
+                problems = self.sink.agree(base.manifest).problems
                 if problems:
                     raise mismatch(problems, "this rollout")
+                if base.kind == MERGED and others:
+                    raise ConfigError(
+                        f"this rollout holds {', '.join(map(repr, others))}, which belongs to the plain base, and a "
+                        "merged one would replace that; detach it first, or send base and adapter apart"
+                    )
             if adapter is not None:
-                alone = Manifest.from_json(adapter.get("manifest"))
-                self.check_adapter(adapter["config"], adapter["manifest"])
-                if base is None and adapter["base_id"] != base_id:
+                if adapter.name in attached:
+                    raise ConfigError(
+                        f"adapter {adapter.name!r} was attached from a directory; detach it, or give one of them "
+                        "another name"
+                    )
+                if base is None and adapter.base_id != base_id:
                     raise SyncError(
-                        f"adapter {adapter['name']!r} comes alone, but this rollout does not hold the plain base that "
+                        f"adapter {adapter.name!r} comes alone, but this rollout does not hold the plain base that "
                         "it belongs to; send the base again",
                         phase="transfer",
                     )
-            result = self._receive(operation, group, manifest, alone, int(content.get("bucket_size", 0)))
-            result["base"] = base and {"kind": str(base["kind"]), "base_id": str(base["base_id"])}
-            result["adapter"] = adapter and {"name": str(adapter["name"]), "config": adapter["config"]}
+                try:
+                    self.adapters.check(adapter.config, {meta.name: meta for meta in adapter.manifest})
+                except TwinkleRayError:
+                    raise
+                except Exception as error:  # a value of a kind that no LoRA configuration has
+                    raise WireError(
+                        f"the configuration of the announced adapter {adapter.name[:80]!r} cannot be read "
+                        f"({type(error).__name__}: {error})"
+                    ) from error
+            manifest = base.manifest if base is not None else None
+            alone = adapter.manifest if adapter is not None else None
+            result = self._receive(operation, group, manifest, alone, came.bucket_size)
+            result["base"] = base and {"kind": base.kind, "base_id": base.base_id}
+            result["adapter"] = adapter and {"name": adapter.name, "config": adapter.config}
             return result
 
         self._operation = self.endpoint.start("transfer", work, Deadline.after(timeout_s))
@@ -190,7 +211,8 @@ class WorkerSide:
         if alone is not None:
             staged = StagedSink(self.sink.device)
             reports.append(receive(group, staged, alone, bucket_size, operation))
-            self._received = staged.tensors
+            if not operation.ended.is_set():  # else it was given up, and nobody will come for them
+                self._received = staged.tensors
         return asdict(
             LoadReport(
                 path=", ".join(dict.fromkeys(report.path for report in reports)),
@@ -242,8 +264,9 @@ class WorkerSide:
         return pack_status(operation.status())
 
     def abort(self, reason: str) -> None:
-        """Give up the running operation and the group."""
+        """Give up the running operation and the group, and what of an adapter has come."""
         self.endpoint.abort(reason)
+        self._received = {}
 
     def end_group(self, name: str, reason: str) -> None:
         """See :func:`twinkle_ray.backends.end_group`."""
@@ -265,6 +288,62 @@ class WorkerSide:
     def leave(self) -> None:
         """Leave the group and release all that was taken for it."""
         self.endpoint.leave()
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """An announced base."""
+
+    manifest: Manifest
+    kind: str
+    base_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """An announced adapter, and the base that it belongs to."""
+
+    manifest: Manifest
+    name: str
+    config: dict[str, Any]
+    base_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What :func:`announce` says, each field checked: at least one of base and adapter comes."""
+
+    bucket_size: int
+    base: _Base | None
+    adapter: _Alone | None
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> Announced:
+        """Raises WireError: a field is missing or has another type or value than any sender gives it."""
+        size, base, adapter = content.get("bucket_size"), content.get("base"), content.get("adapter")
+        if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+            raise WireError("the announced bucket size is not a positive number")
+        for part, what in ((base, "base"), (adapter, "adapter")):
+            if part is not None and not isinstance(part, dict):
+                raise WireError(f"the announced {what} is not a JSON object")
+            if part is not None and not isinstance(part.get("base_id"), str):
+                raise WireError(f"the announced {what} has no base_id")
+        if base is None and adapter is None:
+            raise WireError("neither a base nor an adapter is announced")
+        if base is not None and base.get("kind") not in (PLAIN, MERGED):
+            raise WireError(f"the announced base is neither {PLAIN} nor {MERGED}")
+        if adapter is not None and (not isinstance(adapter.get("name"), str) or not adapter["name"]):
+            raise WireError("the announced adapter has no name")
+        if adapter is not None and not isinstance(adapter.get("config"), dict):
+            raise WireError("the announced adapter has no configuration")
+        return Announced(
+            bucket_size=size,
+            base=base and _Base(Manifest.from_json(base.get("manifest")), base["kind"], base["base_id"]),
+            adapter=adapter
+            and _Alone(
+                Manifest.from_json(adapter.get("manifest")), adapter["name"], adapter["config"], adapter["base_id"]
+            ),
+        )
 
 
 def announce(operation: Operation, group: SyncGroup, content: dict[str, Any]) -> None:
