@@ -156,9 +156,8 @@ class ModuleAdapters:
         saved = loaded_class("peft.utils.other", "AuxiliaryTrainingWrapper")
         for layer in self._layers():
             # of modules_to_save another adapter may have none here, and PEFT then uses the original
-            used = self.default is not None
-            if saved is not None and isinstance(layer, saved):
-                used = self.default in layer._adapters
+            saves = saved is not None and isinstance(layer, saved)
+            used = self.default in layer._adapters if saves else self.default is not None
             layer.enable_adapters(used)
             if used:
                 layer.set_adapter(self.default)

@@ -93,6 +93,11 @@ class Target(Protocol):
         """Drop what was computed with the old weights (prefix cache and the like); raises if it cannot."""
         ...
 
+    @property
+    def losses(self) -> int:
+        """How often it was put to a sleep that discards its weights."""
+        ...
+
     async def asleep(self) -> tuple[str, ...]:
         """Memory tags that sleep."""
         ...
@@ -131,6 +136,7 @@ class ModuleTarget:
 
     kind = "module"
     loop: asyncio.AbstractEventLoop | None = None
+    losses = 0
     waits = True
     workers = 1
 
@@ -262,6 +268,7 @@ class Serving:
         self._adapters: dict[str, int] = {}
         self._attached: set[str] = set()  # of those, what came from directories
         self._configs: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._losses = target.losses
         self._numbers = itertools.count(1)
         self._running: _Running | None = None
         self._coroutine: Coroutine[Any, Any, Any] | None = None
@@ -353,6 +360,7 @@ class Serving:
             self._finish_aborted()
 
     def status(self) -> RolloutStatus:
+        self._see_losses()
         running = self._running
         active = running is not None and not running.ended.is_set()
         return RolloutStatus(
@@ -501,7 +509,13 @@ class Serving:
         self._group = groups.pop() if len(groups) == 1 else ""  # a worker may have lost it between two syncs
         self._asleep = tuple(await self.target.asleep())
         if self._adapters:
-            self._adapters = await self.target.learn_adapters(timeout_s=30.0)
+            answers = await self.target.call("adapters.entries", timeout_s=30.0)
+            try:
+                self._adapters = await self.target.learn_adapters(timeout_s=30.0, answers=answers)
+            except SyncError:  # as one worker's failure has left them; a sync brings them together
+                self.contents = Contents.MIXED
+                apart = _disputed(answers)
+                self._adapters = {n: int(v) for n, (v, _) in answers[0]["held"].items() if n not in apart}
         return self.status()
 
     async def _connect(
@@ -517,7 +531,7 @@ class Serving:
 
     async def _check_adapter(self, running: _Running, name: str, config: dict[str, Any], manifest: list[Any]) -> None:
         """Whether an adapter can come, before any byte of it does."""
-        if name in self._attached:
+        if name in self._from_directories():
             raise ConfigError(
                 f"adapter {name!r} was attached from a directory; detach it, or give one of them another name"
             )
@@ -556,6 +570,7 @@ class Serving:
             # The others wait there already. Whatever was replaced may still be a member.
             await self.target.call("end_group", group, reason, timeout_s=10.0)
             raise NotAgreed(reason, phase="transfer")
+        self._see_losses()
         self._asleep = tuple(await self.target.asleep())
         if after not in (None, self.version):
             await self._give_up(f"this rollout holds version {self.version} of its weights, not {after}")
@@ -578,6 +593,8 @@ class Serving:
                     self._configs.popitem(last=False)
             if adapter["digest"] not in self._configs:
                 await self._give_up(f"adapter {adapter['name']!r} was not agreed with this rollout")
+            if adapter["name"] in self._from_directories():  # since it was agreed
+                await self._give_up(f"adapter {adapter['name']!r} was attached from a directory")
             config = self._configs[adapter["digest"]]
             one = _Coming(adapter["name"], config, default=adapter["default"], digest=adapter["digest"])
         wire = base and base["digest"], bucket_size
@@ -592,9 +609,21 @@ class Serving:
             drops=base is not None,
         )
 
+    def _see_losses(self) -> None:
+        """Whether the engine was put to a sleep that discards its weights, by whomever."""
+        losses = self.target.losses
+        if losses != self._losses:
+            self._losses = losses
+            self.contents = Contents.NONE
+            self._base = self._base_id = ""
+
     def _plain_base(self) -> str | None:
         """``base_id`` of the plain base that is held whole; ``None``: no such one is."""
         return self._base_id if self.contents is Contents.WHOLE and self._base == PLAIN else None
+
+    def _from_directories(self) -> list[str]:
+        """Adapters that were attached, and are still there."""
+        return [name for name in self._adapters if name in self._attached]
 
     def _others(self) -> list[str]:
         """Adapters beside the default one."""
@@ -607,6 +636,8 @@ class Serving:
         raise NotAgreed(reason, phase="transfer")
 
     async def _receive_announced(self, running: _Running, timeout_s: float, in_flight: str = "wait") -> dict[str, Any]:
+        self._see_losses()
+
         def settled(result: dict[str, Any]) -> _Settled:
             base, adapter = result["base"], result["adapter"]
             coming = _Coming(adapter["name"], adapter["config"], default=True) if adapter else None
@@ -617,7 +648,7 @@ class Serving:
             self.version + 1,
             in_flight,
             timeout_s,
-            lambda left: ("receive_announced", left, self._plain_base()),
+            lambda left: ("receive_announced", left, self._plain_base(), self._others(), self._from_directories()),
             settled,
             drops=True,
         )
@@ -693,6 +724,10 @@ class Serving:
         replaced = default is not None and (came.base == MERGED or coming is None or coming.default)
         keeps = coming is not None and coming.name == default
         remove = [default] if default is not None and replaced and not keeps else []
+        if self.contents is not Contents.WHOLE and self.target.workers > 1:
+            # What one worker alone holds since a failure must go, or they would never agree again.
+            apart = _disputed(await self.target.call("adapters.entries", timeout_s=30.0))
+            remove += [name for name in apart if name not in remove]
         if not (remove or coming or (before and came.base)):
             return
         start = time.perf_counter()
@@ -710,17 +745,19 @@ class Serving:
             self.target.set_default_adapter(None)
         try:
             answers = await self.target.call("settle_adapters", bool(came.base), remove, register, timeout_s=60.0)
-        except Exception:
-            held: dict[str, int] = {}
+            self._adapters = await self.target.learn_adapters(timeout_s=10.0, answers=answers)
+            if coming is not None:
+                self._attached.discard(coming.name)
+                if coming.default:
+                    self.target.set_default_adapter(coming.name)
+        except (Exception, asyncio.CancelledError):
+            held = None  # unknown: they cannot be asked, or do not agree
             with contextlib.suppress(Exception):
-                held = await self.target.learn_adapters(timeout_s=10.0)
+                held = self._adapters = await self.target.learn_adapters(timeout_s=10.0)
             running.touched |= held != before
             if held == before:
                 self.target.set_default_adapter(default)
             raise
-        self._adapters = await self.target.learn_adapters(timeout_s=10.0, answers=answers)
-        if coming is not None and coming.default:
-            self.target.set_default_adapter(coming.name)
         running.seconds["adapter"] = time.perf_counter() - start
 
     async def _attach(self, running: _Running, name: str, path: str, version: int = 0) -> dict[str, int]:
@@ -730,12 +767,13 @@ class Serving:
                 f"adapter {name!r} cannot be attached: this rollout's base has the trainer's adapter merged into it; "
                 "sync_weights(merge_and_sync=False) brings the plain base back"
             )
-        if name in self._adapters and name not in self._attached:
+        if name in self._adapters and name not in self._from_directories():
             raise ConfigError(f"this rollout holds an adapter {name!r} from the trainer; attach under another name")
         await self._with_adapters(
             running,
             "adapters.attach",
             lambda: (name, path, version, self.target.next_adapter_number()),
+            undo=None if name in self._adapters else name,
         )
         self._attached.add(name)
         return dict(self._adapters)
@@ -753,20 +791,35 @@ class Serving:
         self._attached.discard(name)
         return dict(self._adapters)
 
-    async def _with_adapters(self, running: _Running, method: str, args: Callable[[], tuple[Any, ...]]) -> None:
-        """Change the adapters while no request runs."""
+    async def _with_adapters(
+        self, running: _Running, method: str, args: Callable[[], tuple[Any, ...]], *, undo: str | None = None
+    ) -> None:
+        """Change the adapters while no request runs.
+
+        Args:
+            undo: an adapter of which after a failure no worker shall be left with a part.
+        """
+        self._see_losses()
         if self.contents is Contents.MIXED:
             raise ReplicaUnavailable("this rollout holds a mixture of weights; sync before its adapters are changed")
+        self._asleep = tuple(await self.target.asleep())
+        if "weights" in self._asleep:  # the memory that holds adapters is not there
+            raise ReplicaUnavailable(
+                f"this rollout is asleep ({', '.join(self._asleep)}); wake at least its weights before its adapters "
+                "are changed, with manager.wake_up_rollout(['weights'])"
+            )
         before = dict(self._adapters)
-        await self._pause(running, "wait", Deadline.after(60.0))
         try:
+            await self._pause(running, "wait", Deadline.after(60.0))
             await self.target.learn_adapters(timeout_s=30.0)
             await self.target.call(method, *args(), timeout_s=60.0)
             self._adapters = await self.target.learn_adapters(timeout_s=30.0)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             try:
+                if undo is not None:
+                    await self.target.call("adapters.remove", undo, timeout_s=30.0)
                 self._adapters = await self.target.learn_adapters(timeout_s=30.0)
-            except SyncError:  # its workers do not agree
+            except Exception:  # they cannot be asked, or do not agree
                 running.touched = True
             running.touched |= any(self._adapters.get(name) != version for name, version in before.items())
             await self._after_failure(running, error)
@@ -804,9 +857,7 @@ class Serving:
     async def _sleep(self, running: _Running, level: int) -> tuple[str, ...]:
         if not await self.target.asleep():
             await self.target.sleep(level)
-            if level >= 2:
-                self.contents = Contents.NONE
-                self._base = self._base_id = ""
+            self._see_losses()
         self._asleep = tuple(await self.target.asleep())
         return self._asleep
 
@@ -827,6 +878,12 @@ def _still_running(before: _Running, op: str) -> SyncError:
         f"{op} cannot begin: an earlier {before.op} of this rollout was given up, but has not ended yet; try again",
         phase=op,
     )
+
+
+def _disputed(answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of adapters that not all workers hold alike, by what each of them says (``adapters.entries``)."""
+    held = [answer["held"] for answer in answers]
+    return sorted({name for one in held for name in one if any(other.get(name) != one[name] for other in held)})
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from twinkle_ray import serving
-from twinkle_ray.errors import PeerLost, ReplicaUnavailable, SyncAborted, SyncError
+from twinkle_ray.errors import ConfigError, NotAgreed, PeerLost, ReplicaUnavailable, SyncAborted, SyncError
 from twinkle_ray.serving import Serving
 from twinkle_ray.types import Contents, OpState, OpStatus
 from twinkle_ray.worker import pack_status
@@ -43,6 +43,11 @@ class FakeTarget:
         self.events: list[str] = []
         self.fail: dict[str, BaseException] = {}
         self.draining = 0.0
+        self.held: list[dict[str, int]] = [{}, {}]
+        self.acts: dict[str, list[Any]] = {}
+        self.while_pausing: Any = lambda: None
+        self.tags: tuple[str, ...] = ()
+        self.losses = 0
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         if method not in ("poll", "launched"):
@@ -52,11 +57,16 @@ class FakeTarget:
         if method == "poll":
             return [pack_status(s) for s in (self.after_abort if "abort" in self.events else self.before)]
         if method == "describe":
-            return [{"device_type": "cpu", "device_id": ""}] * 2
-        return [None, None]
+            return [{"device_type": "cpu", "device_id": "", "group": ""}] * 2
+        if method == "adapters.entries":
+            return [{"held": {name: [v, v] for name, v in one.items()}, "last": 9} for one in self.held]
+        for index, act in enumerate(self.acts.pop(method, [])):
+            act(self.held[index], *args)
+        return [{"held": one} for one in self.held]
 
     async def pause(self, in_flight: str, deadline: Any) -> None:
         self.events.append("pause")
+        self.while_pausing()
         if self.draining:
             await asyncio.sleep(self.draining)
 
@@ -72,14 +82,13 @@ class FakeTarget:
         self.events.append("drop_caches")
 
     async def asleep(self) -> tuple[str, ...]:
-        return ()
+        return self.tags
 
     async def sleep(self, level: int) -> None: ...
 
     async def wake_up(self, tags: list[str] | None) -> None: ...
 
     default_adapter: str | None = None
-    held: dict[str, int]
 
     def lora_facts(self) -> dict[str, Any]:
         return {}
@@ -91,12 +100,39 @@ class FakeTarget:
         self.default_adapter = name
 
     async def learn_adapters(self, *, timeout_s: float, answers: Any = None) -> dict[str, int]:
-        return dict(self.held)
+        if self.held[0] != self.held[1]:
+            raise SyncError("the workers hold different adapters")
+        return dict(self.held[0])
 
 
 def receive(timeout_s: float = 5.0) -> dict[str, Any]:
     base = {"digest": "d", "kind": "plain", "base_id": "", "manifest": None}
     return {"base": base, "version": 3, "bucket_size": 8, "timeout_s": timeout_s}
+
+
+def one_sync(rollout: Serving, op: str, request: dict[str, Any]) -> OpStatus:
+    rollout.start(op, op, request)
+    return end_of(rollout, op)
+
+
+def alone(name: str = "one", *, default: bool = True, base: str | None = None) -> dict[str, Any]:
+    """An adapter, perhaps with a base before it."""
+    adapter = {"name": name, "digest": "a", "wire": "w", "base_id": "b", "default": default}
+    adapter |= {"config": {}, "manifest": []}
+    sent = None if base is None else {"digest": "d", "kind": base, "base_id": "b", "manifest": None}
+    return {**receive(), "base": sent, "adapter": adapter}
+
+
+def put(held: dict[str, int], base: bool, remove: list[str], register: Any) -> None:
+    """What a worker does when it settles adapters."""
+    for name in remove:
+        held.pop(name, None)
+    if register is not None:
+        held[register["name"]] = register["version"]
+
+
+def fail_to_put(held: dict[str, int], *args: Any) -> None:
+    raise SyncError("no memory in this worker")
 
 
 def end_of(rollout: Serving, key: str, seconds: float = 5.0) -> OpStatus:
@@ -231,3 +267,87 @@ def test_an_abort_is_heard_while_requests_drain() -> None:
         assert target.events == ["pause", "resume"]
 
     on_loop(body)
+
+
+def adapted(base: str = "plain") -> tuple[FakeTarget, Serving]:
+    """A rollout of two workers that holds that base, and adapter ``one`` as the default."""
+    target = FakeTarget([done()] * 2, [done()] * 2)
+    rollout = Serving(target)
+    target.acts["settle_adapters"] = [put, put]
+    assert one_sync(rollout, "receive", alone(base=base)).state is OpState.DONE
+    assert rollout.status().adapters == {"one": 3}
+    return target, rollout
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize("kind", ["merged", "plain"])
+def test_workers_of_which_one_failed_are_brought_together_by_the_next_sync(name: str, kind: str) -> None:
+    target, rollout = adapted()
+    target.acts["settle_adapters"] = [put, fail_to_put]
+    assert "no memory" in str(one_sync(rollout, "receive", {**alone(name), "version": 4}).error)
+    assert rollout.contents is Contents.MIXED
+    assert target.held[0] != target.held[1]
+    found = one_sync(rollout, "prepare", {}).result
+    assert (found.contents, found.adapters) == (Contents.MIXED, {})
+    target.acts["settle_adapters"] = [put, put]
+    request = (
+        alone(name, base="plain") if kind == "plain" else {**receive(), "base": {**receive()["base"], "kind": kind}}
+    )
+    assert one_sync(rollout, "receive", {**request, "version": 5}).state is OpState.DONE
+    want = {name: 5} if kind == "plain" else {}
+    assert target.held == [want, want]
+    assert rollout.status().adapters == want
+    assert rollout.contents is Contents.WHOLE
+    assert target.events[-1] == "resume"
+
+
+def test_a_new_adapter_that_only_one_worker_could_attach_is_held_by_none() -> None:
+    target, rollout = adapted()
+    target.acts["adapters.attach"] = [lambda held, name, *rest: held.update({name: 0}), fail_to_put]
+    target.acts["adapters.remove"] = [lambda held, name: held.pop(name, None)] * 2
+    assert "no memory" in str(one_sync(rollout, "attach", {"name": "x", "path": "p"}).error)
+    assert target.held == [{"one": 3}] * 2
+    assert rollout.contents is Contents.WHOLE
+    assert target.events[-1] == "resume"
+
+
+def test_an_abort_while_requests_drain_for_an_adapter_leaves_no_engine_paused() -> None:
+    target, rollout = adapted()
+    target.while_pausing = lambda: setattr(rollout._running, "abort_reason", "the driver said so")
+    assert isinstance(one_sync(rollout, "detach", {"name": "one"}).error, ConfigError)  # it is the default one
+    target.default_adapter = None
+    assert isinstance(one_sync(rollout, "detach", {"name": "one"}).error, SyncAborted)
+    assert target.events[-1] == "resume"
+    assert rollout.status().adapters == {"one": 3}
+
+
+def test_adapters_of_an_engine_that_sleeps_are_left_alone() -> None:
+    target, rollout = adapted()
+    target.tags = ("weights",)
+    error = one_sync(rollout, "attach", {"name": "x", "path": "p"}).error
+    assert isinstance(error, ReplicaUnavailable)
+    assert "wake at least its weights" in str(error)
+    assert "adapters.attach" not in target.events
+
+
+def test_an_engine_that_lost_its_weights_in_its_sleep_holds_no_base_for_an_adapter() -> None:
+    target, rollout = adapted()
+    target.losses += 1  # the user's own llm.sleep(level=2)
+    error = one_sync(rollout, "receive", {**alone(), "version": 4}).error
+    assert isinstance(error, NotAgreed)
+    status = rollout.status()
+    assert (status.contents, status.base, status.base_id) == (Contents.NONE, "", "")
+    assert "settle_adapters" not in target.acts
+
+
+def test_an_adapter_of_the_trainer_does_not_take_the_place_of_one_from_a_directory() -> None:
+    target, rollout = adapted()
+    target.acts["adapters.attach"] = [lambda held, name, *rest: held.update({name: 0})] * 2
+    assert one_sync(rollout, "attach", {"name": "x", "path": "p"}).result == {"one": 3, "x": 0}
+    request = {**alone("x", default=False), "version": 4}
+    assert isinstance(one_sync(rollout, "receive", request).error, NotAgreed)  # agreed before it was attached
+    target.acts["adapters.remove"] = [lambda held, name: held.pop(name)] * 2
+    assert one_sync(rollout, "detach", {"name": "x"}).state is OpState.DONE
+    target.acts["settle_adapters"] = [put, put]
+    assert one_sync(rollout, "receive", request).state is OpState.DONE
+    assert isinstance(one_sync(rollout, "attach", {"name": "x", "path": "p"}).error, ConfigError)

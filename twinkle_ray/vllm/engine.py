@@ -168,6 +168,7 @@ class LLMEngine(_Adapters):
         waits: always ``True``.
         workers: processes that own parameters.
         door: what keeps ``self.llm.generate`` out meanwhile.
+        losses: how often it was put to a sleep that discards its weights.
     """
 
     loop: asyncio.AbstractEventLoop | None = None
@@ -183,6 +184,7 @@ class LLMEngine(_Adapters):
         self._in_process = hasattr(self._engine.engine_core, "engine_core")
         self.kind = "llm in process" if self._in_process else "llm in child process"
         self._extended = _is_extended(self._engine.vllm_config)
+        self.losses = 0
         self._asleep: set[str] = set()
         self._sleep_known = False
         self._core_paused = False
@@ -395,6 +397,7 @@ class LLMEngine(_Adapters):
     def _note_sleep(self, *args: Any, **kwargs: Any) -> Any:
         result = self._core_sleep(*args, **kwargs)
         level = kwargs.get("level", args[0] if args else 1)
+        self.losses += level >= 2
         if level:
             self._asleep |= set(_ALL_TAGS)
         return result
@@ -452,6 +455,7 @@ class AsyncEngine(_Adapters):
         kind: ``async llm``.
         loop: the loop on which the engine runs; ``None`` if it has none yet.
         workers: processes that own parameters.
+        losses: see :class:`LLMEngine`.
     """
 
     kind = "async llm"
@@ -468,6 +472,7 @@ class AsyncEngine(_Adapters):
         self._closed = False
         self._error: ReplicaUnavailable | None = None
         self._core_paused = False
+        self.losses = 0
         self._asleep: set[str] = set()
         self._sleep_known = False
         self._line: Line | None = None
@@ -612,6 +617,7 @@ class AsyncEngine(_Adapters):
 
     async def _note_sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> Any:
         result = await self._sleep(level, *args, **kwargs)
+        self.losses += level >= 2
         if level:
             self._asleep |= set(_ALL_TAGS)
         return result
