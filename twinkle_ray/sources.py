@@ -165,6 +165,11 @@ class WeightSource:
         """Whether there are PEFT adapters, as far as was seen when the module was walked last."""
         return self._walked is not None and self._walked.adapted
 
+    @property
+    def sharded(self) -> bool:
+        """Whether all ranks must gather together, as far as was seen when the module was walked last."""
+        return self._walked is not None and self._walked.sharded
+
     def active(self) -> tuple[str, ...]:
         """Names of the adapters that the forward pass uses, as it was walked last."""
         module = self._weights
@@ -227,6 +232,7 @@ class _Walked:
     Attributes:
         fingerprint: of the module.
         device: of all tensors; ``None`` if it has not been asked for.
+        sharded: whether one of them is a DTensor.
     """
 
     device: torch.device | None
@@ -264,6 +270,7 @@ class _Walked:
             frozen = _group(self._names, tensors, self._kinds, frozen_views) if self._adapted else merged
             self._grouped = {True: merged, False: frozen}
         self._tensors = tensors
+        self.sharded = any(map(is_dtensor, tensors))
         self._sent: dict[bool, Sequence[torch.Tensor | Merging]] = {}
         self._alone: dict[str, Adapter] = {}
         self._active: tuple[str, ...] | None = None

@@ -198,7 +198,7 @@ class Training:
 
         Args:
             adapter_only: send the active adapter alone; and the frozen base before it, unless that was the last base
-                which this trainer sent in this group.
+                which this trainer sent in this group. Always of a sharded model, whose other ranks cannot know that.
         """
         source = self.source()
         merge = self.merge and not adapter_only
@@ -207,12 +207,12 @@ class Training:
         if adapter_only:
             alone = self.adapter()
             one = {"name": alone.name, "digest": alone.digest, "base_id": base_id, "default": True}
-        there = adapter_only and self._told == (self.endpoint.sound_group, base_id)
+        there = adapter_only and not source.sharded and self._told == (self.endpoint.sound_group, base_id)
         wire = None if there else source.manifest(merge=merge)
         return self._send(wire, bucket_size, Deadline.after(timeout_s), merge=merge, adapter=one)
 
     def _alone(self, wanted: dict[str, Any]) -> Adapter:
-        """Raises NotAgreed: the adapter, or the base it belongs to, is another one by now."""
+        """Raises NotAgreed: the adapter is another one by now."""
         source = self._present()
         try:
             found = source.adapter(wanted["name"])
@@ -222,9 +222,6 @@ class Training:
             raise NotAgreed(f"adapter {found.name!r} has other tensors than were agreed", phase="transfer")
         if wanted["default"] and source.active() != (found.name,):
             raise NotAgreed(f"adapter {found.name!r} is not the active one any more", phase="transfer")
-        # Each rank has names of its own for its shards, and the rollouts know those of the one that sends.
-        if self.rank is not None and source.base_id(looked=True) != wanted["base_id"]:
-            raise NotAgreed(f"the base under adapter {found.name!r} was changed since it was sent", phase="transfer")
         return found
 
     def _send(
@@ -245,6 +242,8 @@ class Training:
         self._sent_merged = merge
 
         def work(operation: Operation) -> dict[str, Any]:
+            if operation.group is not None and name not in (None, operation.group.group_name):
+                operation.group = None  # another sync's, and not to be given up with this one
             alone = self._alone(adapter) if adapter is not None else None
             if self.rank is None and name is None:
                 if wire is not None:
@@ -252,8 +251,6 @@ class Training:
                 if alone is not None:
                     gather_only(alone.tensors, alone.manifest)
                 return {}
-            if operation.group is not None and name not in (None, operation.group.group_name):
-                operation.group = None  # another sync's, and not to be given up with this one
             group = operation.group
             parts: list[tuple[TensorStream, Manifest]] = []
             if wire is not None:
@@ -261,13 +258,21 @@ class Training:
                     parts.append((source.tensors(wire, own, recheck=own is not None, merge=merge), wire))
                 except ManifestMismatch as error:
                     raise NotAgreed(str(error), phase="transfer") from error
-            if kind == PLAIN and merge and source.adapted:
-                raise NotAgreed("this trainer's model has got LoRA adapters since the last sync", phase="transfer")
             if alone is not None:
                 stream = TensorStream(alone.tensors, alone.manifest, device=device_of(alone.pairs()))
                 parts.append((stream, alone.manifest))
             # On an error the streams' exit still makes the gathers that the other trainer ranks are in.
             with _closing([stream for stream, _ in parts]):
+                if merge and kind not in (None, MERGED if source.adapted else PLAIN):
+                    change = "has got" if source.adapted else "has lost its"
+                    raise NotAgreed(
+                        f"this trainer's model {change} LoRA adapters since the last sync", phase="transfer"
+                    )
+                # Each rank has names of its own for its shards, and the rollouts know those of this one.
+                if adapter is not None and source.base_id(looked=True) != adapter["base_id"]:
+                    raise NotAgreed(
+                        f"the base under adapter {adapter['name']!r} was changed since it was sent", phase="transfer"
+                    )
                 if group is None:
                     raise NotAgreed(
                         "this trainer is not in the group of this sync: it never joined, or another sync has taken it "

@@ -213,5 +213,41 @@ def test_an_adapter_in_shards_is_sent_alone_and_whole(adapted: Any, config: dict
         ray.get([t.total.remote() for t in trainers], timeout=30)
         manager.sync_weights()
         assert not any("lora_" in name for name in ray.get(rollout.held.remote(), timeout=30))
+        if not config:
+            let_go(trainers)
+            by_hand(trainers, rollout)
     finally:
         ray.kill(rollout)
+
+
+def let_go(trainers: list[Any]) -> None:
+    """Rank 0 alone sees that a base is not the one that was sent; the other one is in a gather by then."""
+    one = ray.get([t.checkpoint_adapter.remote("default") for t in trainers], timeout=30)[0]
+    adapter = {"name": "default", "digest": one["digest"], "base_id": "another", "default": True}
+    agreed = {"digest": None, "bucket_size": 64, "timeout_s": 20.0, "adapter": adapter}
+    groups = [ray.get(trainers[0].checkpoint_status.remote(), timeout=30).group, None]
+    sends = [
+        t.send_checkpoint_weights.remote(agreed={**agreed, "group": g}) for t, g in zip(trainers, groups, strict=True)
+    ]
+    with pytest.raises(SyncError, match="the base under adapter 'default' was changed"):
+        ray.get(sends[0], timeout=10)
+    assert ray.get(sends[1], timeout=10) == {}
+    assert ray.get([t.total.remote() for t in trainers], timeout=10) == [3.0, 3.0]
+
+
+def by_hand(trainers: list[Any], rollout: Any) -> None:
+    """As the seeds' driver does it, twice: all ranks must gather the same, though only rank 0 knows what it sent."""
+    metadata = ray.get(trainers[0].prepare_checkpoint_engine.remote(True), timeout=30)
+    joins = [
+        actor.init_checkpoint_process_group.remote(rank=rank, world_size=2, master_metadata=metadata)
+        for actor, rank in zip((*trainers, rollout), (0, -1, 1), strict=True)
+    ]
+    ray.get(joins, timeout=30)
+    for _ in range(2):
+        ray.get([t.train.remote() for t in trainers], timeout=30)
+        sends = [t.send_checkpoint_weights.remote(adapter_only=True, timeout_s=20.0) for t in trainers]
+        ray.get([*sends, rollout.receive_checkpoint_weights.remote(timeout_s=20.0)], timeout=30)
+        want = halves(ray.get([t.full.remote() for t in trainers], timeout=30)[0])
+        for held, full in zip(halves(ray.get(rollout.held.remote(), timeout=30)), want, strict=True):
+            assert held.keys() == full.keys()
+            assert all(torch.equal(full[name], held[name]) for name in full)
