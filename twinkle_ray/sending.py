@@ -44,8 +44,9 @@ def decide(wanted: Wanted, trainer: TrainerStatus, rollouts: Mapping[str, Rollou
     """What has to be sent so that afterwards every rollout holds what is wanted, whatever it holds now.
 
     Raises:
-        ConfigError: the trainer has no such adapter, an engine has LoRA off, a merged base would pull the ground from
-            under other adapters, or requests are to be kept frozen over an adapter that goes.
+        ConfigError: the trainer has no such adapter, an engine has LoRA off or no room for one more, a merged base
+            would pull the ground from under other adapters, or requests are to be kept frozen over an adapter that
+            goes.
     """
     served = {name: status.default_adapter for name, status in rollouts.items() if status.default_adapter}
     if in_flight == "keep" and (served or not wanted.merge):
@@ -70,15 +71,15 @@ def decide(wanted: Wanted, trainer: TrainerStatus, rollouts: Mapping[str, Rollou
     elif adapter not in trainer.adapters:
         known = f"it has {', '.join(map(repr, trainer.adapters))}" if trainer.adapters else "it has none"
         raise ConfigError(f"the trainer's model has no LoRA adapter {adapter!r}; {known}")
+    default = wanted.adapter is None
     for name, status in rollouts.items():
         require_lora(name, status)
+        _require_room(name, status, adapter, default=default)
     there = all(
         status.contents is Contents.WHOLE and status.base == PLAIN and status.base_id == trainer.base_id
         for status in rollouts.values()
     )
-    return Sending(
-        base=None if there else PLAIN, base_id=trainer.base_id, adapter=adapter, default=wanted.adapter is None
-    )
+    return Sending(base=None if there else PLAIN, base_id=trainer.base_id, adapter=adapter, default=default)
 
 
 def require_lora(name: str, status: RolloutStatus) -> None:
@@ -91,6 +92,17 @@ def require_lora(name: str, status: RolloutStatus) -> None:
         raise ConfigError(
             f"{name}: its vLLM engine was made without enable_lora=True, which sending an adapter alone needs "
             "(RolloutActorMixin.lora_arguments() gives the arguments); make it so, or use merge_and_sync=True"
+        )
+
+
+def _require_room(name: str, status: RolloutStatus, adapter: str, *, default: bool) -> None:
+    replaced = status.default_adapter if default else None
+    others = [other for other in status.adapters if other not in (adapter, replaced)]
+    most = status.lora.get("max_cpu_loras")
+    if most is not None and len(others) >= most:
+        raise ConfigError(
+            f"{name}: adapter {adapter!r} finds no room beside {', '.join(map(repr, others))}: its vLLM engine holds "
+            f"{most}; detach_adapter() one, or raise max_loras or max_cpu_loras"
         )
 
 

@@ -72,6 +72,13 @@ SERVES = holds("plain", "b1", adapters={"default": 1}, default_adapter="default"
             "wait",
             r"rollout\[0\]: its vLLM engine was",
         ),
+        (
+            Wanted(merge=False, adapter="tenant"),
+            TRAINER,
+            replace(SERVES, adapters={"default": 1, "x": 0}, lora={"enable_lora": True, "max_cpu_loras": 2}),
+            "wait",
+            r"rollout\[0\]: adapter 'tenant' finds no room beside 'default', 'x': its vLLM engine holds 2",
+        ),
         (Wanted(merge=False), TRAINER, SERVES, "keep", "'keep' is not for adapters"),
         (Wanted(merge=True), TRAINER, SERVES, "keep", "'keep' is not for adapters"),
         (
@@ -99,3 +106,12 @@ def test_a_whole_model_may_go_beside_adapters_and_frozen_requests() -> None:
 def test_only_an_engine_that_has_lora_on_for_nothing_is_idle() -> None:
     states = {"a": holds(lora=LORA), "b": SERVES, "c": holds(lora={"enable_lora": False}), "d": holds()}
     assert idle_lora(states) == ["a"]
+
+
+@pytest.mark.parametrize("held", [{"default": 1, "x": 0}, {"old": 1, "x": 0}, {"tenant": 3}])
+def test_an_adapter_that_takes_the_place_of_one_needs_no_more_room(held: dict[str, int]) -> None:
+    lora = {"enable_lora": True, "max_cpu_loras": len(held)}
+    default = next(iter(held)) if len(held) > 1 else None
+    state = replace(SERVES, adapters=held, default_adapter=default, lora=lora)
+    wanted = Wanted(merge=False, adapter=None if default else "tenant")
+    assert decide(wanted, TRAINER, {"rollout[0]": state}, "wait").adapter == (wanted.adapter or "default")
