@@ -300,3 +300,5 @@ def test_what_vllm_cannot_serve_gets_no_arguments() -> None:
         RolloutActorMixin.lora_arguments({**DEFAULT, "use_dora": True})
     with pytest.raises(ConfigError, match="at least one adapter"):
         RolloutActorMixin.lora_arguments()
+    with pytest.raises(ConfigError, match="no None"):
+        RolloutActorMixin.lora_arguments(None)

@@ -396,8 +396,8 @@ def lora_arguments(*configs: Mapping[str, Any], max_loras: int | None = None) ->
         ConfigError: no configuration.
         UnsupportedModel: vLLM computes no such adapter, or allows no such rank.
     """
-    if not configs:
-        raise ConfigError("lora_arguments() needs the peft configuration of at least one adapter")
+    if not configs or None in configs:  # what a trainer without adapters gives
+        raise ConfigError("lora_arguments() needs the peft configuration of at least one adapter, and no None")
     for config in configs:
         _refuse_kinds(config)
     rank = max(max(int(c["r"]), *map(int, (c.get("rank_pattern") or {}).values()), 1) for c in configs)
