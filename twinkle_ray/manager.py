@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -65,10 +65,12 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Agreed:
-    """What was agreed with the members of one group: the trainer's manifest by digest, and the wire's."""
+    """What was agreed with the members of one group: the trainer's manifest by digest, and the wire's; and whether the
+    rollouts were told the wire's, which comes to them with the first sync of it."""
 
     digest: str
     wire: Manifest
+    told: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +213,11 @@ class CheckpointEngineManager:
         """
         if in_flight not in IN_FLIGHT:
             raise ConfigError(f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT)}")
+        if adapter is not None and (self._mode == "naive" or not self._has_mixins()):
+            raise ConfigError(
+                f"adapter={adapter!r} needs actors with twinkle_ray.mixins and another mode than 'naive'; these can be "
+                "sent the active adapter only, with merge_and_sync=False"
+            )
         with self._alone():
             start = time.perf_counter()
             phases: dict[str, float] = {}
@@ -473,9 +480,10 @@ class CheckpointEngineManager:
                 self._connect(mode, pids, rollouts, deadline)
         fresh: set[str] = set()
         if sending.base is not None and (self._agreed is None or self._agreed.digest != trainers["trainer[0]"].digest):
-            fresh.add("base")
             with _timed(phases, "agree"):
                 self._agree(trainers, deadline, merge=wanted.merge)
+        if sending.base is not None and self._agreed is not None and not self._agreed.told:
+            fresh.add("base")
         if sending.adapter is not None:
             with _timed(phases, "agree"):
                 if self._agree_adapter(sending.adapter, deadline):
@@ -702,6 +710,8 @@ class CheckpointEngineManager:
         }
         results = self._round("transfer", deadline, group.topology, group.name).run(members)
         self._version, self._last = version, sending
+        if agreed is not None:
+            self._agreed = replace(agreed, told=True)
         if sending.default or sending.base == MERGED:
             self._default = sending.adapter
         return results

@@ -396,6 +396,21 @@ class TestWhatIsHeldIsAsked:
             manager.attach_adapter("x", "nowhere")
         assert manager.sync_weights(False).base == "plain"
         assert torch.equal(get(rollout.logits.remote()), get(trainer.logits.remote()))
+        for _ in range(2):
+            assert manager.sync_weights().base == "merged"
+        get(trainer.call.remote(lambda one: setattr(one, "model", one.model.unload())))
+        assert manager.sync_weights().base == "plain"
+        with pytest.raises(ConfigError, match="no adapter can be read"):
+            manager.attach_adapter("x", "nowhere")
+
+    def test_a_base_that_was_only_verified_is_told_to_rollouts_when_it_is_sent(self, actors: Any) -> None:
+        trainer, rollouts = actors(Adapted), [actors(Rollout, 5), actors(Rollout, 6, dtype=torch.bfloat16)]
+        CheckpointEngineManager([trainer], rollouts, timeout_s=60).sync_weights(False)
+        manager = CheckpointEngineManager([trainer], rollouts[1:], timeout_s=60)
+        assert manager.sync_weights(False).base == ""
+        assert manager.verify().compared > 0  # of one rollout alone the wire has another dtype
+        assert manager.sync_weights().base == "merged"
+        assert manager.verify().compared > 0
 
 
 def change_base(trainer: Any, how: str) -> None:

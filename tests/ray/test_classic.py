@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from twinkle_ray import CheckpointEngineManager, SyncError
+from twinkle_ray import CheckpointEngineManager, ConfigError, SyncError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -203,6 +203,8 @@ def test_an_adapter_is_never_sent_onto_a_merged_base(log: Any) -> None:
         manager = CheckpointEngineManager(trainers[:1], replicas[:1], weight_sync_mode=mode, train_group=group)
         sent = sent_each_time(log, manager.sync_weights, kind, "FTFFT")
         assert sent == [[False, True], [False], [False, True], [True], [False]], mode
+        with pytest.raises(ConfigError, match="adapter='tenant' needs actors with"):
+            manager.sync_weights(adapter="tenant")
 
 
 @pytest.mark.parametrize(("who", "where"), [("t0", "send"), ("r1", "receive"), ("r0", "init"), ("t1", "merge")])
