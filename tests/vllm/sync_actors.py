@@ -257,8 +257,25 @@ class Rollout(RolloutActorMixin):
     def written(self) -> list[int]:
         return written(self.llm.llm_engine.output_processor)
 
-    def fall_asleep(self) -> None:
-        self.llm.sleep(level=1)
+    def fail_in_last_worker(self) -> None:
+        """:meth:`fail_to_register` in the last one of several workers, which are processes of their own."""
+
+        def fail(worker: Any) -> None:
+            from vllm.lora.model_manager import LoRAModelManager
+
+            usual = LoRAModelManager.activate_adapter
+
+            def failing(*args: Any, **kwargs: Any) -> Any:
+                LoRAModelManager.activate_adapter = usual
+                raise RuntimeError("no more memory")
+
+            if worker.rank == 1:
+                LoRAModelManager.activate_adapter = failing
+
+        self.llm.llm_engine.collective_rpc(fail)
+
+    def fall_asleep(self, level: int = 1) -> None:
+        self.llm.sleep(level=level)
 
     def get_up(self) -> None:
         self.llm.wake_up()
@@ -291,8 +308,8 @@ class AsyncRollout(RolloutActorMixin):
     async def written(self) -> list[int]:
         return written(self.llm.output_processor)
 
-    async def fall_asleep(self) -> None:
-        await self.llm.sleep(level=1)
+    async def fall_asleep(self, level: int = 1) -> None:
+        await self.llm.sleep(level=level)
 
     async def get_up(self) -> None:
         await self.llm.wake_up()

@@ -167,6 +167,15 @@ class Serves:
         assert bench.generate() == bench.expected("default")
         assert bench.generate("tenant") == bench.expected("tenant")
 
+    def test_a_base_that_the_users_own_sleep_discarded_is_sent_again(self, bench: Bench) -> None:
+        bench.begin()
+        bench.manager.sync_weights(False)
+        get(bench.rollout.fall_asleep.remote(2))
+        get(bench.rollout.get_up.remote())
+        assert bench.status().contents is Contents.NONE
+        assert bench.manager.sync_weights(False).base == "plain"
+        assert bench.generate() == bench.expected("default")
+
     def test_what_it_cannot_serve_is_refused_before_any_byte(self, bench: Bench) -> None:
         bench.begin()
         bench.manager.sync_weights(False)
@@ -267,6 +276,19 @@ class TestTensorParallel:
             bench.manager.sync_weights(merge)
             assert bench.generate() == bench.expected("default")
             bench.step("default")
+
+    @pytest.mark.parametrize("merge", [False, True])
+    def test_a_failure_in_one_of_them_is_healed_by_the_next_sync(self, bench: Bench, merge: bool) -> None:
+        bench.begin()
+        bench.manager.sync_weights(False)
+        get(bench.rollout.fail_in_last_worker.remote())
+        with pytest.raises(SyncError, match=r"rollout\[0\].*no more memory"):
+            bench.manager.sync_weights(False)
+        assert bench.status().contents is Contents.MIXED
+        bench.step("default")
+        assert bench.manager.sync_weights(merge).base == ("merged" if merge else "plain")
+        assert bench.generate() == bench.expected("default")
+        assert bench.status().adapters.keys() == (set() if merge else {"default"})
 
 
 class TestWithoutLora:
