@@ -745,6 +745,9 @@ class Serving:
             self.target.set_default_adapter(None)
         try:
             answers = await self.target.call("settle_adapters", bool(came.base), remove, register, timeout_s=60.0)
+            back = sorted({name for answer in answers for name in answer["held"]}) if came.base == MERGED else []
+            if back:  # vLLM had dropped them, so nobody knew of them when this base was sent
+                answers = await self.target.call("settle_adapters", False, back, None, timeout_s=60.0)
             self._adapters = await self.target.learn_adapters(timeout_s=10.0, answers=answers)
             if coming is not None:
                 self._attached.discard(coming.name)

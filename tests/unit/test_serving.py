@@ -351,3 +351,20 @@ def test_an_adapter_of_the_trainer_does_not_take_the_place_of_one_from_a_directo
     target.acts["settle_adapters"] = [put, put]
     assert one_sync(rollout, "receive", request).state is OpState.DONE
     assert isinstance(one_sync(rollout, "attach", {"name": "x", "path": "p"}).error, ConfigError)
+
+
+def test_what_an_engine_had_dropped_does_not_come_back_on_a_merged_base() -> None:
+    target, rollout = adapted()
+    target.held = [{}, {}]  # by vLLM's own reload_weights()
+    assert one_sync(rollout, "prepare", {}).result.adapters == {}
+
+    def put_back(held: dict[str, int], *args: Any) -> None:
+        put(held, *args)
+        held["tenant"] = 2
+        target.acts["settle_adapters"] = [put, put]
+
+    target.acts["settle_adapters"] = [put_back, put_back]
+    base = {**receive()["base"], "kind": "merged"}
+    assert one_sync(rollout, "receive", {**receive(), "base": base, "version": 4}).state is OpState.DONE
+    assert target.held == [{}, {}]
+    assert rollout.status().adapters == {}
