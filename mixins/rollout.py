@@ -222,9 +222,15 @@ def _then_hold(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        # Once, after the __init__ of the whole class and not those that it calls.
-        if getattr(type(self), "__init__", None) is wrapped and _restarted():
+        outermost = "_twinkle_making" not in vars(self)  # and not one that another class's __init__ calls
+        if outermost:
+            self._twinkle_making = True
+        try:
+            init(self, *args, **kwargs)
+        finally:
+            if outermost:
+                del self._twinkle_making
+        if outermost and _restarted():
             with contextlib.suppress(UnsupportedActor):  # no engine yet: made later, it is found empty then
                 self._twinkle_hold(
                     "Ray has started this rollout again and no sync has brought its weights yet; sync first"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -233,6 +234,9 @@ class Rollout(RolloutActorMixin):
         from vllm import LLM
 
         self.llm = LLM(model=str(checkpoint), **ENGINE, **engine)
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def generate(self, prompts: list[str], new_tokens: int, adapter: str | None = None) -> list[Answer]:
         how = {} if adapter is None else {"lora_request": self.lora_request(adapter)}
