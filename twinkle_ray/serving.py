@@ -64,6 +64,8 @@ class Target(Protocol):
 
     kind: str
     loop: asyncio.AbstractEventLoop | None
+    version: int
+    """Of the weights, as requests are told."""
 
     @property
     def waits(self) -> bool:
@@ -131,6 +133,7 @@ class ModuleTarget:
 
     kind = "module"
     loop: asyncio.AbstractEventLoop | None = None
+    version = 0
     waits = True
     workers = 1
 
@@ -677,7 +680,7 @@ class Serving:
             except Exception as late:
                 error.add_note(f"while the engine was set right: {type(late).__name__}: {late}")
             raise
-        self.version = version
+        self.version = self.target.version = version
         self.contents = Contents.WHOLE
         self._withheld = ""
         if came.base:

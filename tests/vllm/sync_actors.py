@@ -45,12 +45,14 @@ def environment(*, child: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What became of one request. ``cached``: tokens of its prompt found in the prefix cache; ``ended``: wall clock."""
+    """What became of one request. ``cached``: tokens of its prompt found in the prefix cache; ``ended``: wall clock;
+    ``version``: of the weights, as the output carries it."""
 
     tokens: list[int]
     reason: str | None
     cached: int
     ended: float
+    version: int | None = None
 
 
 def answer(output: Any) -> Answer:
@@ -60,6 +62,7 @@ def answer(output: Any) -> Answer:
         reason=completion.finish_reason,
         cached=output.num_cached_tokens or 0,
         ended=time.time(),
+        version=getattr(output, "weights_version", None),
     )
 
 

@@ -175,6 +175,7 @@ def five_syncs(bench: Bench) -> None:
             assert all(a.tokens != b.tokens for a, b in zip(rollout, old, strict=True))
         assert report.version == version
         assert bench.versions() == [version] * len(bench.rollouts)
+        assert {answer.version for rollout in now for answer in rollout} == {version}
         path = "in place, load_weights" if bench.kind == "qwen3_moe" else "in place"
         assert [r.path for r in report.replicas] == [path] * len(bench.rollouts)
         assert all(0 < r.direct_bytes <= r.nbytes for r in report.replicas)
@@ -234,6 +235,7 @@ class InFlight:
 
         assert report.version == version + 1
         for rollout, replica in zip(get(refs), report.replicas, strict=True):
+            assert {a.version for a in rollout} == ({version + 1} if mode == "keep" else {version})
             if mode == "wait":
                 assert tokens(rollout) == undisturbed
                 assert {a.reason for a in rollout} == {"length"}
