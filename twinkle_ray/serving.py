@@ -79,6 +79,10 @@ class Target(Protocol):
         """Call a method of :class:`WorkerSide` in every worker process; the results in rank order."""
         ...
 
+    def require_alive(self) -> None:
+        """Raises PeerLost: what serves is gone, though its workers may not know yet."""
+        ...
+
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
         """Let no request read the weights: ``wait`` for running ones, ``abort`` or ``keep`` them frozen."""
         ...
@@ -162,6 +166,9 @@ class ModuleTarget:
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         owner, _, name = method.rpartition(".")
         return [getattr(self._adapters if owner == "adapters" else self._side, name)(*args)]
+
+    def require_alive(self) -> None:
+        pass
 
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
         pass
@@ -673,6 +680,7 @@ class Serving:
             )
             came = settled(statuses[0].result)
             await self._settle(running, came, version)
+            self.target.require_alive()
         except (Exception, asyncio.CancelledError) as error:
             self._group = ""
             try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors import Probed, Rollout, TinyLM, Trainer, at_launch, digests, no_power
+from tests.actors import Probed, Rollout, TinyLM, Trainer, at_launch, die, digests, no_power
 from tests.ray.test_lora import Adapted, AdaptedTrainer, get
 from twinkle_ray import (
     CheckpointEngineManager,
@@ -446,10 +444,6 @@ class TestFailures:
         assert status(rollouts[1]).contents is Contents.MIXED  # PEFT may have written half of it
         manager.sync_weights(False)
         right(trainer, rollouts, merge=False)
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail_to_register() -> None:

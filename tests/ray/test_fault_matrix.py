@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 import time
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.actors import Probed, RolloutBase, TrainerBase, at_launch
+from tests.actors import Probed, RolloutBase, TrainerBase, at_launch, open_things
 from tests.ray.test_lora import get
 from twinkle_ray import CheckpointEngineManager, PeerLost, SyncError, SyncTimeout
 from twinkle_ray.types import Contents
@@ -177,3 +178,76 @@ def heal(actors: Any, manager: Any, who: str, how: str, trainer: Any, rollouts: 
 
 def forget_faults(actor: Any) -> None:
     actor.fault = ("", "")
+
+
+def resident(actor: Any) -> int:
+    """Bytes of memory of the process."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def shared_memory(actor: Any) -> int:
+    """Mappings of shared memory in the process."""
+    with open("/proc/self/maps", encoding="ascii") as file:
+        return sum("/dev/shm" in line for line in file)
+
+
+def held(actors: list[Any]) -> dict[str, Any]:
+    """All that a sync could leave behind."""
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    things = [get(actor.things.remote()) for actor in actors]
+    return {
+        "threads": [thing["threads"] for thing in things],
+        "fds": [thing["fds"] for thing in things],
+        "driver": open_things(),
+        "shm": [get(actor.call.remote(shared_memory)) for actor in actors],
+        "kv": len(_internal_kv_list(b"")),
+        "named": len(ray.util.list_named_actors(all_namespaces=True)),
+        "bytes": [get(actor.call.remote(resident)) for actor in actors],
+    }
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(1000, marks=pytest.mark.soak), 40])
+def test_syncs_of_which_some_fail_leave_nothing_behind(actors: Any, rounds: int) -> None:
+    trainer, rollouts = actors(FaultyTrainer, 1), [actors(FaultyRollout, seed) for seed in (5, 6)]
+    manager = CheckpointEngineManager([trainer], rollouts, timeout_s=30.0, bucket_size=1024)
+    chance = random.Random(rounds)
+    failures: list[SyncError] = []
+    before: dict[str, Any] = {}
+    for number in range(rounds):
+        if number == rounds // 4:
+            before = held([trainer, *rollouts])
+        get(trainer.step.remote(number))
+        faulty = chance.random() < 0.05 or number in (3, rounds // 2)
+        if faulty:
+            victim = chance.choice([trainer, *rollouts])
+            get(victim.arm.remote(chance.choice(["transfer", "commit"]), "raises"))
+        try:
+            manager.sync_weights()
+        except SyncError as error:
+            failures.append(error)
+        get([actor.call.remote(forget_faults) for actor in (trainer, *rollouts)])
+    manager.sync_weights()
+    assert len(failures) > 1
+    assert {error.cause_type for error in failures} == {"OSError"}
+    want = get(trainer.digests.remote())
+    assert get([rollout.digests.remote() for rollout in rollouts]) == [want, want]
+    deadline = time.monotonic() + 20
+    while True:  # what was given up ends by itself
+        after = held([trainer, *rollouts])
+        grown = [key for key in ("threads", "fds", "driver", "shm", "kv", "named") if more(after[key], before[key])]
+        if not grown or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    assert grown == [], (before, after)
+    assert all(now <= 1.05 * then for now, then in zip(after["bytes"], before["bytes"], strict=True)), (before, after)
+
+
+def more(after: Any, before: Any) -> bool:
+    """Whether there is more of it; two are allowed for what comes and goes."""
+    if isinstance(after, dict):
+        return any(more(after[key], before[key]) for key in after)
+    if isinstance(after, list):
+        return any(more(a, b) for a, b in zip(after, before, strict=True))
+    return int(after) > int(before) + 2

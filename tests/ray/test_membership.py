@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors import Probed, Rollout, RolloutBase, TinyLM, Trainer, at_launch
+from tests.actors import Probed, Rollout, RolloutBase, TinyLM, Trainer, at_launch, die
 from tests.ray.test_lora import Adapted, get
 from twinkle_ray import CheckpointEngineManager, ConfigError, ManifestMismatch, PeerLost, SyncError
 from twinkle_ray.types import Contents
@@ -168,7 +168,7 @@ def test_a_rollout_that_dies(actors: Any, policy: str, when: str, caplog: pytest
 
 
 def die_while_loading(rollout: Probed) -> None:
-    at_launch(2, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    at_launch(2, die)
 
 
 def test_the_last_rollout_is_not_dropped(actors: Any) -> None:

@@ -81,6 +81,8 @@ class FakeTarget:
     default_adapter: str | None = None
     held: dict[str, int]
 
+    def require_alive(self) -> None: ...
+
     def lora_facts(self) -> dict[str, Any]:
         return {}
 

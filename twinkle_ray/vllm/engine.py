@@ -265,6 +265,10 @@ class LLMEngine(_Adapters):
                 self._lineless = True
         return self._line
 
+    def require_alive(self) -> None:
+        """Raises PeerLost: the process in which the engine computes is gone."""
+        _require_alive(self._engine.engine_core)
+
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
         """Let no request read the weights from here on.
 
@@ -529,6 +533,10 @@ class AsyncEngine(_Adapters):
                 self._lineless = True
         return self._line
 
+    def require_alive(self) -> None:
+        """See :meth:`LLMEngine.require_alive`."""
+        _require_alive(self._llm.engine_core)
+
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
         """See :meth:`LLMEngine.pause`."""
         mode = _mode(in_flight)
@@ -665,6 +673,17 @@ def _require(engine: Any, *hooks: str) -> None:
             f"this vLLM ({version}) is too old for a sync: its {type(engine).__name__} has no {lacking}; install "
             f"vllm>={LEAST_VLLM}"
         )
+
+
+def _require_alive(core: Any) -> None:
+    """A worker may outlive its engine core by a moment, and take a sync that nobody will serve.
+
+    Raises:
+        PeerLost: a process of the engine core is gone.
+    """
+    manager = getattr(getattr(core, "resources", None), "engine_manager", None)
+    if any(not process.is_alive() for process in getattr(manager, "processes", ())):
+        raise PeerLost("the process of this vLLM engine is dead; make the engine anew", phase="transfer")
 
 
 def _workers(vllm_config: Any) -> int:
