@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.digest import tensor_sha256
 from twinkle_ray.endpoint import Endpoint, Operation
 from twinkle_ray.errors import ManifestMismatch, NotAgreed
@@ -183,7 +184,7 @@ class Training:
                 try:
                     # What the caller has put on the device (an optimizer step on any stream) must have ended.
                     with operation.timed("fence"):
-                        _fence(self.endpoint.device)
+                        _fence(self.endpoint.device, group)
                     if own is None:  # the receivers know of no manifest yet
                         announce(operation, group, wire, bucket_size)
                     send(group, tensors, wire, bucket_size, operation)
@@ -229,7 +230,10 @@ class Training:
         return manifest
 
 
-def _fence(device: torch.device) -> None:
+def _fence(device: torch.device, group: SyncGroup) -> None:
+    if device.type == group.device_type:
+        group.fence()
+        return
     module = getattr(torch, device.type, None)
     if device.type != "cpu" and module is not None:
         module.synchronize(device)

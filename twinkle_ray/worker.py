@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
-from twinkle_ray.backends import end_group
+from twinkle_ray.backends import end_group, identity
 from twinkle_ray.endpoint import Endpoint, Operation
 from twinkle_ray.errors import NotAgreed, SyncError, TwinkleRayError, mismatch
 from twinkle_ray.manifest import Manifest
@@ -150,14 +150,7 @@ def announce(operation: Operation, group: Any, manifest: Manifest, bucket_size: 
 
 def device_facts(device: Any) -> dict[str, Any]:
     """``device_type`` and ``device_id``: equal ids mean one physical device (``""`` for a CPU)."""
-    if device.type == "cpu":
-        return {"device_type": "cpu", "device_id": ""}
-    import torch
-
-    module = getattr(torch, device.type)
-    index = device.index if device.index is not None else module.current_device()
-    properties = module.get_device_properties(index)
-    return {"device_type": device.type, "device_id": str(getattr(properties, "uuid", index))}
+    return {"device_type": device.type, "device_id": identity(device)}
 
 
 def pack_status(status: OpStatus) -> dict[str, Any]:
