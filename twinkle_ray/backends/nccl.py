@@ -91,7 +91,7 @@ class NcclGroup(StreamGroup):
     def _build(self, store: Store, rendezvous: Rendezvous, deadline: Deadline) -> None:
         nccl = self._nccl = _import_nccl()
         with self._at_work():
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._stream = self._runtime.Stream(self.device)
             if self._rank == 0:
                 store.set("nccl/id", _id_bytes(nccl.get_unique_id()).hex())
             unique_id = bytes.fromhex(published(store, "nccl/id", deadline).decode())

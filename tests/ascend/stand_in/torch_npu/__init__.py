@@ -383,10 +383,18 @@ def _copy(source, target, non_blocking=False):
     return target
 
 
+@functools.cache
+def _only_looks(operation):
+    """Whether it makes another view of its argument, which is no work for the device."""
+    aliases = [returned.alias_info for returned in operation._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
 def _on_aliases(operation, *arguments, **named):
     if "record_stream" in str(operation):
         return None
-    _drain()
+    if not _only_looks(operation):
+        _drain()
     originals, index = {}, current_device()
 
     def down(value):
@@ -489,7 +497,7 @@ class ProcessGroupHCCL(dist.ProcessGroup):
     def barrier(self, options=None):
         return _Work(self._gloo.barrier(), [])
 
-    def getBackendName(self):  # noqa: N802
+    def getBackendName(self):
         return "hccl"
 
     def shutdown(self):
