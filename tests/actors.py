@@ -39,9 +39,20 @@ class TinyLM(torch.nn.Module):
 def digests(module: torch.nn.Module) -> dict[str, str]:
     """SHA-256 of every tensor of ``state_dict()``, by hashlib over numpy bytes: not our code."""
     return {
-        name: hashlib.sha256(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(
+            value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
         for name, value in module.state_dict().items()
     }
+
+
+def placed(module: torch.nn.Module) -> torch.nn.Module:
+    """On the device of which the environment speaks; see ``tests/ray/conftest.py``."""
+    if os.environ.get("TWINKLE_TEST_DEVICE") != "npu":
+        return module
+    import torch_npu  # noqa: F401
+
+    return module.to("npu")
 
 
 def open_things() -> dict[str, int]:
@@ -74,7 +85,7 @@ class Probed:
 class TrainerBase(Probed, TrainActorMixin):
     def __init__(self, seed: int = 0, **model: Any) -> None:
         torch.set_num_threads(1)
-        self.model = TinyLM(seed, **model)
+        self.model = placed(TinyLM(seed, **model))
 
     def step(self, seed: int) -> None:
         """Change every parameter and buffer."""
@@ -87,7 +98,7 @@ class TrainerBase(Probed, TrainActorMixin):
 class RolloutBase(Probed, RolloutActorMixin):
     def __init__(self, seed: int = 1000, **model: Any) -> None:
         torch.set_num_threads(1)
-        self.model = TinyLM(seed, **model)
+        self.model = placed(TinyLM(seed, **model))
 
 
 Trainer = ray.remote(num_cpus=0.1)(TrainerBase)

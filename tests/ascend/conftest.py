@@ -1,15 +1,12 @@
-"""The simulator, and the fixtures with which tests of ``tests/ray`` run on it."""
+"""Tests of ``tests/ray`` that are listed here run on the simulator."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.ascend import simulator
+from tests.ray.conftest import actors as actors
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stand-in's ``libhccl.so``."""
-    return simulator.build(tmp_path_factory.mktemp("cann"))
+@pytest.fixture
+def device() -> str:
+    return "npu"

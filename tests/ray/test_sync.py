@@ -42,7 +42,7 @@ def test_rollouts_follow_the_trainer_bit_for_bit(actors: Any) -> None:
             assert report.version == version
             assert get([r.weights_version.remote() for r in rollouts]) == [version, version]
             get(trainer.step.remote(version))
-        assert report.mode == "gloo"
+        assert report.mode == actors.mode
         assert report.tensors == len(get(trainer.digests.remote()))
         assert report.nbytes == sum(v.numel() * v.element_size() for v in TrainerBase(0).model.state_dict().values())
         assert [r.name for r in report.replicas] == ["rollout[0]", "rollout[1]"]

@@ -280,6 +280,7 @@ for _name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "re
     setattr(npu, _name, _nothing)
 npu.mem_get_info = lambda device=None: (64 << 30, 64 << 30)
 npu.get_device_name = lambda device=None: "Ascend910B3"
+npu.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
 npu.is_initialized = npu.is_bf16_supported = lambda *arguments: True
 npu._is_in_bad_fork = lambda: False
 sys.modules["torch_npu.npu"] = sys.modules["torch.npu"] = npu
@@ -454,6 +455,19 @@ def _pickled_by_way_of_the_cpu(kind):
 
 for _kind in (torch.Tensor, torch.nn.Parameter):
     _pickled_by_way_of_the_cpu(_kind)
+
+_usual_deepcopy = torch.Tensor.__deepcopy__
+
+
+def _deepcopy(self, memo):
+    if not _is_npu(self):
+        return _usual_deepcopy(self, memo)
+    if id(self) not in memo:  # torch would copy the storage, for which there is no allocator
+        memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+    return memo[id(self)]
+
+
+torch.Tensor.__deepcopy__ = _deepcopy
 
 _private: dict = {}
 
