@@ -176,6 +176,7 @@ class GroupCheckpointEngine(CheckpointEngine):
             group = _group_of(endpoint)
             self._handshake(group, operation.deadline)
             send_stream(group, weight_generator, self.bucket_size, operation.deadline)
+            _meet(group, operation.deadline)  # else the sender could leave before the last bucket is asked for
 
         await _outcome(endpoint.start("send_weights", work, Deadline.after(self.timeout)))
 
@@ -202,6 +203,7 @@ class GroupCheckpointEngine(CheckpointEngine):
                         break
                     except queue.Full:
                         continue
+            _meet(group, operation.deadline)
 
         operation = endpoint.start("receive_weights", work, Deadline.after(self.timeout))
         try:
@@ -236,8 +238,7 @@ class GroupCheckpointEngine(CheckpointEngine):
 
     def _handshake(self, group: SyncGroup, deadline: Deadline) -> None:
         """Before any metadata is sent all ranks must have come to the transfer."""
-        group.rally()
-        group.synchronize(Deadline.after(min(self._handshake_s, deadline.remaining())))
+        _meet(group, Deadline.after(min(self._handshake_s, deadline.remaining())))
 
     def _made_endpoint(self) -> Endpoint:
         if self._endpoint is None:
@@ -315,6 +316,11 @@ def rendezvous_of(metadata: Any, endpoint: Endpoint | None) -> Rendezvous | None
             "master_metadata is not what prepare() returned on rank 0 (a dict with group, backend, host, store_port "
             "and watch_port)"
         ) from None
+
+
+def _meet(group: SyncGroup, deadline: Deadline) -> None:
+    group.rally()
+    group.synchronize(deadline)
 
 
 def _positive_seconds(name: str, default: int) -> int:
