@@ -117,7 +117,7 @@ class GroupCheckpointEngine(CheckpointEngine):
             raise ConfigError(f"timeout is {timeout}, but it must be a positive number of seconds")
         self.bucket_size = bucket_size
         self.timeout = timeout
-        self._handshake_s = timeout
+        self._handshake_s = self._handshake_seconds()
         self.is_master = False
         self._rank: int | None = None
         self._device = torch.device(device) if device is not None else None
@@ -236,6 +236,9 @@ class GroupCheckpointEngine(CheckpointEngine):
         if self._endpoint is not None:
             self._endpoint.abort(reason)
 
+    def _handshake_seconds(self) -> float:
+        return self.timeout
+
     def _handshake(self, group: SyncGroup, deadline: Deadline) -> None:
         """Before any metadata is sent all ranks must have come to the transfer."""
         _meet(group, Deadline.after(min(self._handshake_s, deadline.remaining())))
@@ -265,15 +268,8 @@ class HCCLCheckpointEngine(GroupCheckpointEngine):
 
     backend = "TWINKLE_HCCL"
 
-    def __init__(
-        self,
-        bucket_size: int = DEFAULT_BUCKET_SIZE,
-        timeout: float = DEFAULT_TIMEOUT_S,
-        *,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(bucket_size, timeout, device=device)
-        self._handshake_s = _positive_seconds("TWINKLE_CKPT_HCCL_META_TIMEOUT_S", 300)
+    def _handshake_seconds(self) -> float:
+        return _positive_seconds("TWINKLE_CKPT_HCCL_META_TIMEOUT_S", 300)
 
     def _handshake(self, group: SyncGroup, deadline: Deadline) -> None:
         try:
