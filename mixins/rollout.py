@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from twinkle_ray.checkpoint_engine import DEFAULT_TIMEOUT_S, rendezvous_of
-from twinkle_ray.errors import UnsupportedActor, UnsupportedModel
+from twinkle_ray.errors import UnsupportedActor
 from twinkle_ray.serving import Serving, making, target_for
 from twinkle_ray.types import OpStatus, RolloutStatus
 
@@ -83,6 +83,43 @@ class RolloutActorMixin:
         held = self.__serving().run("digest", {"names": names}, self.checkpoint_timeout_s)
         return {name: digest for name, (_, digest) in held.items()}
 
+    # --- adapters ----------------------------------------------------------------------------------------------
+
+    def lora_request(self, adapter: str | None = None) -> Any:
+        """The ``vllm.lora.request.LoRARequest`` with which ``self.llm.generate`` uses an adapter's present version.
+
+        Requests without one are served with the default adapter, so only those for other adapters need this.
+
+        Args:
+            adapter: its name; ``None``: the default one.
+
+        Returns:
+            ``None`` if there is no default adapter: requests are served with the base.
+
+        Raises:
+            ConfigError: no adapter of that name is held.
+            UnsupportedActor: the weights are in a plain module, whose adapters PEFT's ``set_adapter`` chooses.
+        """
+        target = self.__serving().target
+        if not hasattr(target, "lora_request"):
+            raise UnsupportedActor("lora_request() is for vLLM engines; this rollout holds a plain torch module")
+        name = adapter or target.default_adapter
+        return None if name is None else target.lora_request(name)
+
+    @staticmethod
+    def lora_arguments(*configs: Any, max_loras: int | None = None) -> dict[str, Any]:
+        """Arguments for ``vllm.LLM`` with which it can serve adapters of these configurations; see
+        :func:`twinkle_ray.vllm.adapters.lora_arguments`.
+
+        Args:
+            configs: of each adapter that is to be held at once, a ``peft.LoraConfig`` or what
+                ``trainer.get_peft_config_dict()`` returns.
+        """
+        from twinkle_ray.vllm.adapters import lora_arguments
+
+        plain = [config.to_dict() if hasattr(config, "to_dict") else config for config in configs]
+        return lora_arguments(*plain, max_loras=max_loras)
+
     # --- the seeds' surface, blocking --------------------------------------------------------------------------
 
     def prepare_checkpoint_engine(self, is_master: bool = False) -> None:
@@ -124,15 +161,13 @@ class RolloutActorMixin:
     def receive_checkpoint_weights(
         self, base_sync_done: bool = False, peft_config: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Receive one sync whose manifest comes in band, and load it.
+        """Receive one sync that says in band what it brings, a base, an adapter or both, and load it.
 
         Args:
             base_sync_done: accepted for the seeds' driver; what is held is known here.
-            peft_config: an adapter follows; not there yet.
+            peft_config: accepted likewise; an adapter brings its configuration along.
             timeout_s: seconds after which this ends with :class:`~twinkle_ray.errors.SyncTimeout`.
         """
-        if peft_config is not None:
-            raise UnsupportedModel("receiving only an adapter is not supported yet; sync merged")
         timeout_s = self.checkpoint_timeout_s if timeout_s is None else timeout_s
         result: dict[str, Any] = self.__serving().run("receive_announced", {"timeout_s": timeout_s}, timeout_s)
         return result

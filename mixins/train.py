@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from twinkle_ray.checkpoint_engine import DEFAULT_TIMEOUT_S, metadata_of, rendezvous_of
-from twinkle_ray.errors import ConfigError, UnsupportedActor, UnsupportedModel
+from twinkle_ray.errors import ConfigError, UnsupportedActor
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.sources import NamedWeights
 from twinkle_ray.training import Training
@@ -50,13 +50,26 @@ class TrainActorMixin:
         """
         return None
 
-    def checkpoint_status(self) -> TrainerStatus:
-        """Digest, sizes, device and group of this trainer; raises if its weights cannot be sent."""
-        return self.__training().status()
+    def checkpoint_status(self, merge: bool = True) -> TrainerStatus:
+        """Digest, sizes, device, group and adapters of this trainer; raises if its weights cannot be sent, with LoRA
+        adapters merged or (``merge=False``) as the frozen base."""
+        return self.__training().status(merge=merge)
 
     def checkpoint_manifest(self) -> list[Any]:
         """Names, shapes, dtypes and kinds of what is sent, in JSON form."""
         return self.__training().manifest()
+
+    def checkpoint_adapter(self, name: str | None = None) -> dict[str, Any]:
+        """One LoRA adapter, as it would be sent alone: ``name``, ``config``, ``manifest`` and ``digest``, plain data.
+
+        Args:
+            name: PEFT's; ``None``: the one that is active.
+
+        Raises:
+            ConfigError: there is no such adapter, or not one that is active.
+            UnsupportedModel: it cannot be sent alone.
+        """
+        return self.__training().adapter(name).as_json()
 
     def agree_checkpoint(self, digest: str, dtypes: tuple[str, ...], cuts: tuple[tuple[int, ...], ...] = ()) -> str:
         """Fix the wire dtypes for the manifest with this digest; returns the wire manifest's digest."""
@@ -120,19 +133,18 @@ class TrainActorMixin:
         """Send the weights; returns once the last byte has been read from this trainer's memory.
 
         Args:
-            adapter_only: send only the LoRA adapter; not there yet.
+            adapter_only: send only the active LoRA adapter; and the frozen base before it, if that is not known to be
+                there. Receivers find out by themselves what comes.
             bucket_size: bytes of one chunk at most.
             timeout_s: seconds after which this ends with :class:`~twinkle_ray.errors.SyncTimeout`.
             agreed: from the manager, the arguments of :meth:`twinkle_ray.training.Training.send`; ``None``: the
                 manifest is sent in band first.
         """
-        if adapter_only:
-            raise UnsupportedModel("adapter_only=True: sending only the adapter is not supported yet; sync merged")
         if agreed is not None:
             return self.__training().send(**agreed)
         bucket_size = bucket_size or self.checkpoint_bucket_size
         timeout_s = self.checkpoint_timeout_s if timeout_s is None else timeout_s
-        return self.__training().send_announced(bucket_size, timeout_s)
+        return self.__training().send_announced(bucket_size, timeout_s, adapter_only=adapter_only)
 
     def finalize_checkpoint_engine(self, leave: bool = False, group: str | None = None) -> None:
         """End of one sync. The group is kept unless ``leave``; with ``group`` one of another name is kept even then."""
@@ -160,9 +172,16 @@ class TrainActorMixin:
         """What is sent next is the frozen base, under the same names."""
         self.__training().merge = False
 
-    def get_peft_config_dict(self) -> dict[str, Any] | None:
-        """The adapter's configuration; ``None``: the model has no adapter."""
-        return None
+    def get_peft_config_dict(self, adapter: str | None = None) -> dict[str, Any] | None:
+        """The configuration of an adapter as PEFT has it, in JSON values; ``None``: the model has no adapter.
+
+        Args:
+            adapter: its name; ``None``: the one that is active.
+
+        Raises:
+            ConfigError: there is no such adapter, or not one that is active.
+        """
+        return self.__training().peft_config(adapter)
 
     def weights_digest(
         self, names: list[str] | None = None, digest: str | None = None, dtypes: tuple[str, ...] | None = None

@@ -35,6 +35,14 @@ class TinyLM(torch.nn.Module):
         self.register_buffer("table", torch.arange(8) + seed)
         self.register_buffer("scratch", torch.randn(4), persistent=False)
 
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block["o"](torch.tanh(block["q"](x) * block["k"](x) + block["v"](x)))
+        logits: torch.Tensor = self.lm_head(self.norm(x))
+        return logits
+
 
 def digests(module: torch.nn.Module) -> dict[str, str]:
     """SHA-256 of every tensor of ``state_dict()``, by hashlib over numpy bytes: not our code."""
@@ -67,6 +75,12 @@ class Probed:
 
     def digests(self) -> dict[str, str]:
         return digests(self.model)
+
+    def logits(self) -> torch.Tensor:
+        """Of some tokens, by the model's own forward pass."""
+        with torch.no_grad():
+            found: torch.Tensor = self.model.eval()(torch.arange(12).reshape(2, 6))
+        return found
 
     def things(self) -> dict[str, int]:
         return open_things()

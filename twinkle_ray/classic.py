@@ -76,13 +76,14 @@ def sync(
                 )
 
 
-def sync_naive(group: Any, *, merge: bool, adapter_only: bool, colocated: bool) -> None:
+def sync_naive(group: Any, *, merge: bool, base_sync_done: bool, colocated: bool) -> None:
     """One sync that the train group does itself. Whatever fails, what was merged or offloaded is undone.
 
     Args:
         group: the seeds' train group.
         merge: merge the adapter first.
-        adapter_only: the base is there already.
+        base_sync_done: whether the rollouts hold the plain base already; if not, and it is not merged, base and adapter
+            are sent, one after the other.
         colocated: free the device before the update and come back after it.
     """
     with contextlib.ExitStack() as undo:
@@ -92,7 +93,10 @@ def sync_naive(group: Any, *, merge: bool, adapter_only: bool, colocated: bool) 
         if colocated:
             undo.callback(group.reload_to_gpu)
             group.offload_to_cpu()
-        group.update_weights(adapter_only=adapter_only)
+        if merge or not base_sync_done:
+            group.update_weights(adapter_only=False)
+        if not merge:
+            group.update_weights(adapter_only=True)
 
 
 def _has_adapter(trainers: dict[str, Any]) -> bool:

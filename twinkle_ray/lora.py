@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -231,6 +232,37 @@ def adapter_names(root: nn.Module) -> list[str]:
     for _, holder in _configs(root):
         found.update(holder)
     return sorted(found)
+
+
+def active_adapters(root: nn.Module) -> list[str]:
+    """The adapters that the forward pass uses, by name, in the order in which layers name them."""
+    layers = loaded_class("peft.tuners.tuners_utils", "BaseTunerLayer")
+    found: dict[str, None] = {}
+    for place in root.modules():
+        if layers is not None and isinstance(place, layers):
+            layer = cast(Any, place)
+            found.update(dict.fromkeys([] if layer.disable_adapters else _here(layer, layer.active_adapters)))
+    return list(found)
+
+
+def check_scales(root: nn.Module, name: str) -> None:
+    """Refuse an adapter that its configuration does not describe any more: alone it is sent with nothing else.
+
+    Raises:
+        UnsupportedModel: the scale of a layer was changed after it was made (``set_scale``, ``scale_layer``).
+    """
+    rslora = bool(adapter_config(root, name).get("use_rslora"))
+    for place in places(root):
+        for layer in place.layers:
+            if name not in layer.scaling:
+                continue
+            rank = layer.r[name]
+            usual = layer.lora_alpha[name] / (math.sqrt(rank) if rslora else rank)
+            if not math.isclose(layer.scaling[name], usual, rel_tol=1e-6):
+                raise UnsupportedModel(
+                    f"{place.prefix.rstrip('.')}: the scale of adapter {name} is {layer.scaling[name]}, while its "
+                    f"configuration says {usual}; restore it, or sync merged"
+                )
 
 
 def adapter_config(root: nn.Module, name: str = "default") -> dict[str, Any]:

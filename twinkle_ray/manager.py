@@ -29,9 +29,13 @@ from twinkle_ray.manifest import Manifest, agree_cuts, agree_dtypes
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.replica import Replica, Trainer, replicas_of, trainers_of
 from twinkle_ray.rounds import Call, Op, Round
+from twinkle_ray.sending import Sending, Wanted, decide, idle_lora, require_lora
 from twinkle_ray.topology import Topology
 from twinkle_ray.types import (
+    MERGED,
+    PLAIN,
     UNVERIFIABLE,
+    Contents,
     Deadline,
     ReplicaReport,
     RolloutStatus,
@@ -65,7 +69,17 @@ class _Agreed:
 
     digest: str
     wire: Manifest
-    own: Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AgreedAdapter:
+    """One adapter, agreed likewise; ``manifest`` in JSON form."""
+
+    name: str
+    config: dict[str, Any]
+    manifest: list[Any]
+    digest: str
+    wire: str
 
 
 class CheckpointEngineManager:
@@ -84,13 +98,17 @@ class CheckpointEngineManager:
             ``update_weights(adapter_only=)``.
         bucket_size: bytes of one chunk on the wire at most.
         timeout_s: seconds that one sync may take.
+        adapters: whether LoRA adapters will be sent alone (``merge_and_sync=False``, or by name). If it is said, vLLM's
+            settings are checked here, which waits for the rollouts: LoRA off where adapters are to come is an error, on
+            where they are not a warning. ``None``: checked at each sync for what it asks.
 
     Attributes:
         train_actors, rollout_actors: the handles.
         is_colocated, sleep_level: as given, the level capped.
 
     Raises:
-        ConfigError: no trainers or rollouts, an actor twice, an unknown mode, a size or time that is not positive.
+        ConfigError: no trainers or rollouts, an actor twice, an unknown mode, a size or time that is not positive; with
+            ``adapters=True`` a rollout whose vLLM has LoRA off.
         UnsupportedActor: an actor without the checkpoint-engine methods.
     """
 
@@ -105,6 +123,7 @@ class CheckpointEngineManager:
         train_group: Any = None,
         bucket_size: int = DEFAULT_BUCKET_SIZE,
         timeout_s: float = 300.0,
+        adapters: bool | None = None,
     ) -> None:
         if weight_sync_mode not in MODES:
             raise ConfigError(f"weight_sync_mode is {weight_sync_mode!r}; it must be one of {', '.join(MODES)}")
@@ -131,14 +150,20 @@ class CheckpointEngineManager:
         self.timeout_s = timeout_s
         self._mode = weight_sync_mode
         self._train_group = train_group
-        self._base_sync_done = False
-        self._plain_version = 0  # counted here for actors that cannot be asked
+        self._held = ""  # kind of the base, by our own count for actors that cannot be asked
+        self._plain_version = 0  # likewise
+        self._adapters: dict[str, _AgreedAdapter] = {}
+        self._last: Sending | None = None
+        self._default: str | None = None
+        self._warned = False
         self._sleeping: dict[str, set[str]] = {}
         self._group: _Group | None = None
         self._agreed: _Agreed | None = None
         self._version = 0
         self._closed = False
         self._busy = threading.Lock()
+        if adapters is not None and self._has_mixins():
+            self._check_lora(adapters)
 
     # --- attributes of the seeds -------------------------------------------------------------------------------
 
@@ -152,21 +177,33 @@ class CheckpointEngineManager:
 
     @property
     def base_sync_done(self) -> bool:
-        """Whether a full sync has succeeded through this manager."""
-        return self._base_sync_done
+        """Whether every rollout holds one whole version now; asked of them, within a second. Of actors that cannot be
+        asked: whether a sync has succeeded through this manager."""
+        if not self._has_mixins():
+            return bool(self._held)
+        statuses = self._ask_rollouts("checkpoint_status").values()
+        return all(status is not None and status.contents is Contents.WHOLE for status in statuses)
 
     # --- syncing -----------------------------------------------------------------------------------------------
 
-    def sync_weights(self, merge_and_sync: bool = True, *, in_flight: str = "wait") -> SyncReport:
+    def sync_weights(
+        self, merge_and_sync: bool = True, *, adapter: str | None = None, in_flight: str = "wait"
+    ) -> SyncReport:
         """Bring every rollout to the trainer's present weights.
 
         Args:
-            merge_and_sync: send the base with the LoRA adapter merged; ``False``: send only the adapter. Without an
-                adapter both mean the whole model.
+            merge_and_sync: send the base with the active LoRA adapters merged; no adapter serves requests then.
+                ``False``: send only the active adapter, which serves all requests from then on; and before it the plain
+                base, if a rollout does not hold the trainer's present one.
+            adapter: send this adapter of the trainer alone, likewise, for requests that ask for it by name
+                (``rollout.lora_request(adapter)``); other adapters, and what serves the other requests, stay as they
+                are, unless the plain base has to be sent again in place of a merged one.
             in_flight: what happens to requests that run: ``wait`` for them, ``abort`` them, or ``keep`` them frozen
                 and let them go on with the new weights.
 
         Raises:
+            ConfigError: no such adapter, or one that these rollouts cannot be given; no byte was sent.
+            UnsupportedModel: likewise, for what cannot be sent or served exactly.
             ManifestMismatch: names, shapes or dtypes do not fit; no byte was sent.
             ReplicaUnavailable: a rollout's engine is asleep; no byte was sent.
             SyncError: the sync failed; says in which phase and because of whom. All members are released, and the
@@ -184,29 +221,69 @@ class CheckpointEngineManager:
             if self._mode == "naive":
                 report = self._sync_naive(merge_and_sync, phases, start)
             elif self._has_mixins():
-                report = self._sync_group(in_flight, phases, start)
+                wanted = Wanted(merge=merge_and_sync and adapter is None, adapter=adapter)
+                report = self._sync_group(wanted, in_flight, phases, start)
             else:
                 report = self._sync_classic(merge_and_sync, phases, start)
-            self._base_sync_done = True
             logger.info("%s", report)
             return report
 
-    async def sync_weights_async(self, merge_and_sync: bool = True, *, in_flight: str = "wait") -> SyncReport:
+    async def sync_weights_async(
+        self, merge_and_sync: bool = True, *, adapter: str | None = None, in_flight: str = "wait"
+    ) -> SyncReport:
         """:meth:`sync_weights` for drivers with an event loop, which stays free meanwhile."""
-        return await asyncio.to_thread(self.sync_weights, merge_and_sync, in_flight=in_flight)
+        return await asyncio.to_thread(self.sync_weights, merge_and_sync, adapter=adapter, in_flight=in_flight)
+
+    # --- adapters beside those of the trainer ------------------------------------------------------------------
+
+    def attach_adapter(self, name: str, path: str) -> None:
+        """Let every rollout hold the LoRA adapter that PEFT's ``save_pretrained`` wrote into a directory, beside all
+        others, for requests that ask for it by name. Attached again, it is read again.
+
+        Args:
+            name: under which it is asked for.
+            path: the directory, the same on each rollout's node.
+
+        Raises:
+            ConfigError: nothing can be read there, the name is an adapter of the trainer, or the base is a merged one.
+            UnsupportedModel, ManifestMismatch: a rollout cannot serve it.
+            SyncError: a rollout failed; those that succeeded hold it.
+        """
+        self._change_adapters("attach", {"name": name, "path": str(path)})
+
+    def detach_adapter(self, name: str) -> None:
+        """Let every rollout let go of an adapter that was attached, or that came with ``sync_weights(adapter=name)``.
+
+        Raises:
+            ConfigError: a rollout holds no such adapter, or it is the one that serves all requests.
+        """
+        self._change_adapters("detach", {"name": name})
+
+    def _change_adapters(self, op: str, request: dict[str, Any]) -> None:
+        with self._alone():
+            if not self._has_mixins():
+                raise ConfigError(f"{op}_adapter() needs rollouts with twinkle_ray.mixins.RolloutActorMixin")
+            members: dict[str, Call | Op] = {
+                r.name: Op(handle=r.handle, op=op, request=request) for r in self._replicas
+            }
+            Round(op, Deadline.after(self.timeout_s)).run_each(members)
 
     def verify(self) -> VerifyReport:
-        """Compare digests of every tensor: the trainer's, as sent, and each rollout's, read back from its engine.
+        """Compare digests of every tensor of the base: the trainer's, as sent, and each rollout's, read back from its
+        engine. An adapter is not read back.
 
         Raises:
             VerifyError: a tensor differs; names the first one and the rollout.
             SyncError: nothing was synced yet, or a member failed.
         """
         with self._alone():
-            agreed, group = self._agreed, self._group
-            if agreed is None or group is None:
-                raise SyncError("there is nothing to verify before the first sync_weights()", phase="verify")
             deadline = Deadline.after(self.timeout_s)
+            if self._group is None:
+                raise SyncError("there is nothing to verify before the first sync_weights()", phase="verify")
+            if self._agreed is None:  # only adapters were sent
+                self._agree(self._look(deadline, merge=False)[0], deadline)
+            agreed = self._agreed
+            assert agreed is not None
             held = self._round("verify", deadline).run(
                 {r.name: Op(handle=r.handle, op="digest", request={"names": None}) for r in self._replicas}
             )
@@ -229,7 +306,7 @@ class CheckpointEngineManager:
                     if (status := statuses[r.name]) is not None and status.group in ("", name) and not status.updating
                 ],
             )
-        self._group = self._agreed = None
+        self._forget()
 
     def __enter__(self) -> CheckpointEngineManager:
         return self
@@ -295,36 +372,59 @@ class CheckpointEngineManager:
 
     # --- one sync through a group ------------------------------------------------------------------------------
 
-    def _sync_group(self, in_flight: str, phases: dict[str, float], start: float) -> SyncReport:
+    def _sync_group(self, wanted: Wanted, in_flight: str, phases: dict[str, float], start: float) -> SyncReport:
         deadline = Deadline.after(self.timeout_s)
         try:
-            results = self._sync_as_agreed(in_flight, phases, deadline)
+            results = self._sync_as_agreed(wanted, in_flight, phases, deadline)
             if results is None:
-                results = self._sync_anew(in_flight, phases, deadline)
+                results = self._sync_anew(wanted, in_flight, phases, deadline)
         except SyncError as error:
-            self._group = self._agreed = None
+            self._forget()
             error.versions = self._ask_rollouts("weights_version")
             raise
         except BaseException:
             # Refused input leaves the group as it is, if it stands; an interrupt in the transfer does not.
             if self._group is None or "transfer" in phases:
-                self._group = self._agreed = None
+                self._forget()
             raise
-        assert self._agreed is not None
         assert self._group is not None
+        assert self._last is not None
+        sent = results[self._trainers[0].name]
         return SyncReport(
             version=self._version,
             mode=self._group.mode,
-            tensors=len(self._agreed.wire),
-            nbytes=self._agreed.wire.nbytes,
+            tensors=sent["tensors"],
+            nbytes=sent["nbytes"],
             seconds=time.perf_counter() - start,
             phases=phases,
             replicas=tuple(ReplicaReport(name=r.name, **results[r.name]) for r in self._replicas),
-            sender=results[self._trainers[0].name]["seconds"],
+            sender=sent["seconds"],
+            base=self._last.base or "",
+            adapter=self._last.adapter,
         )
 
+    def _forget(self) -> None:
+        """Nothing is agreed with anybody any more."""
+        self._group = self._agreed = self._last = self._default = None
+        self._adapters = {}
+
+    def _usual(self, wanted: Wanted, in_flight: str) -> Sending | None:
+        """What to send if the rollouts are as they were after the last sync; ``None``: that must be asked."""
+        last = self._last
+        if last is None:
+            return None
+        if wanted.merge:
+            # Each base has the same tensors. What a rollout holds beside it, it compares for itself.
+            return Sending(base=last.base) if last.adapter is None else None
+        if in_flight == "keep":
+            return None  # to be refused
+        name = wanted.adapter or self._default
+        if last.adapter is None or name not in self._adapters:
+            return None
+        return Sending(base=None, base_id=last.base_id, adapter=name, default=wanted.adapter is None)
+
     def _sync_as_agreed(
-        self, in_flight: str, phases: dict[str, float], deadline: Deadline
+        self, wanted: Wanted, in_flight: str, phases: dict[str, float], deadline: Deadline
     ) -> dict[str, dict[str, Any]] | None:
         """The steady state: one round of calls, in which each member compares for itself what was agreed with what
         it holds. ``None``: nothing was agreed yet, or it holds no more; then nothing was written.
@@ -332,46 +432,60 @@ class CheckpointEngineManager:
         Several trainers are always asked first: if one of them saw a change alone and refused, the others would wait
         for it in a gather that nothing ends.
         """
-        if self._agreed is None or self._group is None or len(self._trainers) > 1:
+        sending = self._usual(wanted, in_flight)
+        if sending is None or self._group is None or len(self._trainers) > 1:
             return None
         try:
             with _timed(phases, "transfer"):
-                results = self._transfer(self._version + 1, in_flight, False, deadline, after=self._version)
+                results = self._transfer(self._version + 1, sending, in_flight, set(), deadline, after=self._version)
         except NotAgreed as error:
             logger.info("agreeing anew: %s", error)
-            self._group = self._agreed = None
+            self._forget()
             phases["refused"] = phases.pop("transfer")
             return None
         if results[self._trainers[0].name]["outdated"]:
             # Every rollout holds one whole version of what was agreed, but that is not all of the model any more.
             logger.info("agreeing anew: the trainer's model has got other names or more tensors")
-            self._agreed = None
+            self._agreed = self._last = None
             phases["outdated"] = phases.pop("transfer")
             return None
         return results
 
-    def _sync_anew(self, in_flight: str, phases: dict[str, float], deadline: Deadline) -> dict[str, dict[str, Any]]:
-        """Ask everyone, make a group and agree on the manifest where that is needed, and send."""
+    def _sync_anew(
+        self, wanted: Wanted, in_flight: str, phases: dict[str, float], deadline: Deadline
+    ) -> dict[str, dict[str, Any]]:
+        """Ask everyone, make a group and agree on what is sent where that is needed, and send."""
         with _timed(phases, "prepare"):
-            trainers, rollouts, devices = self._look(deadline)
+            trainers, rollouts, devices = self._look(deadline, merge=wanted.merge)
+            sending = decide(wanted, trainers[self._trainers[0].name], rollouts, in_flight)
+        if wanted.merge:
+            self._warn_idle_lora(rollouts)
         mode = self._mode_for([t.device for t in trainers.values()][:1] + devices)
         pids = (*(s.pid for s in trainers.values()), *(s.pid for s in rollouts.values()))
         if not self._stands(mode, pids, trainers, rollouts):
             with _timed(phases, "init"):
                 self._connect(mode, pids, rollouts, deadline)
-        fresh = self._agreed is None or self._agreed.digest != trainers["trainer[0]"].digest
-        if fresh:
+        fresh: set[str] = set()
+        if sending.base is not None and (self._agreed is None or self._agreed.digest != trainers["trainer[0]"].digest):
+            fresh.add("base")
             with _timed(phases, "agree"):
                 self._agree(trainers, deadline)
+        if sending.adapter is not None:
+            with _timed(phases, "agree"):
+                if self._agree_adapter(sending.adapter, deadline):
+                    fresh.add("adapter")
         with _timed(phases, "transfer"):
             version = 1 + max(status.version for status in rollouts.values())
-            return self._transfer(version, in_flight, fresh, deadline)
+            return self._transfer(version, sending, in_flight, fresh, deadline)
 
     def _look(
-        self, deadline: Deadline
+        self, deadline: Deadline, *, merge: bool
     ) -> tuple[dict[str, TrainerStatus], dict[str, RolloutStatus], list[tuple[str, str]]]:
         """Ask everyone what it holds; refuse what cannot be synced before anything is started."""
-        members: dict[str, Call | Op] = {t.name: Call(ref=t.handle.checkpoint_status.remote()) for t in self._trainers}
+        how = {} if merge else {"merge": False}
+        members: dict[str, Call | Op] = {
+            t.name: Call(ref=t.handle.checkpoint_status.remote(**how)) for t in self._trainers
+        }
         members |= {r.name: Op(handle=r.handle, op="prepare", request={}) for r in self._replicas}
         answers = self._round("prepare", deadline).run(members)
         trainers: dict[str, TrainerStatus] = {t.name: answers[t.name] for t in self._trainers}
@@ -428,7 +542,7 @@ class CheckpointEngineManager:
     def _connect(
         self, mode: str, pids: tuple[int, ...], rollouts: dict[str, RolloutStatus], deadline: Deadline
     ) -> None:
-        self._group = self._agreed = None
+        self._forget()
         backend = BACKENDS[mode]
         made = topology.build(len(self._trainers), [rollouts[r.name].workers for r in self._replicas])
         prepared = self._round("prepare", deadline).run(
@@ -486,24 +600,76 @@ class CheckpointEngineManager:
         self._round("agree", deadline).run(
             {t.name: Call(ref=t.handle.agree_checkpoint.remote(own.digest, dtypes, cuts)) for t in self._trainers}
         )
-        self._agreed = _Agreed(digest=own.digest, wire=wire, own=own)
+        self._agreed = _Agreed(digest=own.digest, wire=wire)
+
+    def _agree_adapter(self, name: str, deadline: Deadline) -> bool:
+        """Agree on one adapter; whether it is another one than the last time."""
+        found = self._round("agree", deadline).run(
+            {t.name: Call(ref=t.handle.checkpoint_adapter.remote(name)) for t in self._trainers}
+        )
+        one = _AgreedAdapter(**found[self._trainers[0].name])
+        for trainer, other in found.items():
+            if other["digest"] != one.digest:
+                raise ManifestMismatch(f"{trainer} holds another adapter {name!r} than trainer[0]")
+        known = self._adapters.get(name)
+        if known is not None and known.digest == one.digest:
+            return False
+        request = {"name": name, "config": one.config, "manifest": one.manifest}
+        self._round("agree", deadline).run(
+            {r.name: Op(handle=r.handle, op="check_adapter", request=request) for r in self._replicas}
+        )
+        self._adapters[name] = one
+        return True
 
     def _transfer(
-        self, version: int, in_flight: str, fresh: bool, deadline: Deadline, after: int | None = None
+        self,
+        version: int,
+        sending: Sending,
+        in_flight: str,
+        fresh: set[str],
+        deadline: Deadline,
+        after: int | None = None,
     ) -> dict[str, dict[str, Any]]:
-        agreed, group = self._agreed, self._group
-        assert agreed is not None
+        """One round of calls.
+
+        Args:
+            fresh: which of ``base`` and ``adapter`` the rollouts have not been told of yet.
+            after: the version that the rollouts must hold; ``None``: any.
+        """
+        group = self._group
         assert group is not None
+        agreed = self._agreed if sending.base is not None else None
+        one = self._adapters[sending.adapter] if sending.adapter is not None else None
         left = deadline.remaining()
+        alone = base = adapter = None
+        if agreed is not None:
+            manifest = agreed.wire.as_json() if "base" in fresh else None
+            base = {
+                "digest": agreed.wire.digest,
+                "kind": sending.base,
+                "base_id": sending.base_id,
+                "manifest": manifest,
+            }
+        if one is not None:
+            alone = {
+                "name": one.name,
+                "digest": one.digest,
+                "base_id": sending.base_id,
+                "default": sending.default,
+            }
+            told = {"config": one.config, "manifest": one.manifest} if "adapter" in fresh else {"manifest": None}
+            adapter = {**alone, "wire": one.wire, **told}
         members: dict[str, Call | Op] = {
             t.name: Call(
                 # One argument: each is a Ray object of its own, which takes some 30 us at either end.
                 ref=t.handle.send_checkpoint_weights.remote(
                     agreed={
-                        "digest": agreed.wire.digest,
+                        "digest": None if agreed is None else agreed.wire.digest,
                         "bucket_size": self.bucket_size,
                         "timeout_s": left,
                         "group": None if rank is None else group.name,
+                        "kind": sending.base,
+                        "adapter": alone,
                     }
                 )
             )
@@ -514,21 +680,44 @@ class CheckpointEngineManager:
                 handle=r.handle,
                 op="receive",
                 request={
-                    "digest": agreed.wire.digest,
+                    "base": base,
+                    "adapter": adapter,
                     "version": version,
                     "bucket_size": self.bucket_size,
                     "timeout_s": left,
                     "in_flight": in_flight,
                     "group": group.name,
-                    "manifest": agreed.wire.as_json() if fresh else None,
                     "after": after,
                 },
             )
             for r in self._replicas
         }
         results = self._round("transfer", deadline, group.topology, group.name).run(members)
-        self._version = version
+        self._version, self._last = version, sending
+        if sending.default or sending.base == MERGED:
+            self._default = sending.adapter
         return results
+
+    def _check_lora(self, adapters: bool) -> None:
+        """Compare vLLM's settings with what is to be sent."""
+        rollouts: dict[str, RolloutStatus] = self._round("prepare", Deadline.after(self.timeout_s)).run(
+            {r.name: Op(handle=r.handle, op="prepare", request={}) for r in self._replicas}
+        )
+        if not adapters:
+            self._warn_idle_lora(rollouts)
+            return
+        for name, status in rollouts.items():
+            require_lora(name, status)
+
+    def _warn_idle_lora(self, rollouts: dict[str, RolloutStatus]) -> None:
+        names = idle_lora(rollouts)
+        if names and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: vLLM has enable_lora=True, but merged weights need no LoRA in the engine, which costs memory and "
+                "speed; make it with enable_lora=False unless adapters are sent too",
+                ", ".join(names),
+            )
 
     # --- other ways --------------------------------------------------------------------------------------------
 
@@ -537,9 +726,10 @@ class CheckpointEngineManager:
             classic.sync_naive(
                 self._train_group,
                 merge=merge_and_sync,
-                adapter_only=self._base_sync_done and not merge_and_sync,
+                base_sync_done=self._held == PLAIN,
                 colocated=self.is_colocated,
             )
+        self._held = MERGED if merge_and_sync else PLAIN
         return self._plain_report("naive", phases, start)
 
     def _sync_classic(self, merge_and_sync: bool, phases: dict[str, float], start: float) -> SyncReport:
@@ -548,9 +738,10 @@ class CheckpointEngineManager:
                 [t.handle for t in self._trainers],
                 [r.handle for r in self._replicas],
                 merge=merge_and_sync,
-                base_sync_done=self._base_sync_done,
+                base_sync_done=self._held == PLAIN,
                 timeout_s=self.timeout_s,
             )
+        self._held = MERGED if merge_and_sync else PLAIN
         return self._plain_report("classic", phases, start)
 
     def _plain_report(self, mode: str, phases: dict[str, float], start: float) -> SyncReport:

@@ -8,17 +8,21 @@ run the same code, and the actor's methods themselves never wait on an event loo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Generator, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from twinkle_ray.digest import assemble
 from twinkle_ray.errors import (
+    ConfigError,
     NotAgreed,
     ReplicaUnavailable,
     SyncAborted,
@@ -27,15 +31,17 @@ from twinkle_ray.errors import (
     UnsupportedActor,
     first_cause,
 )
+from twinkle_ray.module_adapters import ModuleAdapters
 from twinkle_ray.sinks import ModuleSink, Piece
-from twinkle_ray.types import UNVERIFIABLE, Contents, Deadline, OpState, OpStatus, RolloutStatus
+from twinkle_ray.types import MERGED, PLAIN, UNVERIFIABLE, Contents, Deadline, OpState, OpStatus, RolloutStatus
 from twinkle_ray.worker import WorkerSide, unpack_status
 
 _SLICE_S = 0.2
 _GRACE_S = 2.0
 _LOOP_SLICE_S = 0.05
 """The same on an event loop, where an abort is heard between two slices."""
-_HARMLESS = ("prepare", "agree", "digest")
+_CONFIGS_KEPT = 64
+_HARMLESS = ("prepare", "agree", "check_adapter", "digest")
 """Operations that change nothing; a new one need not wait for their end."""
 
 _making = threading.Lock()
@@ -95,6 +101,27 @@ class Target(Protocol):
 
     async def wake_up(self, tags: list[str] | None) -> None: ...
 
+    @property
+    def default_adapter(self) -> str | None:
+        """Name of the adapter that serves requests which name none."""
+        ...
+
+    def lora_facts(self) -> dict[str, Any]:
+        """What a vLLM engine can hold; empty for a module."""
+        ...
+
+    def next_adapter_number(self) -> int:
+        """A number for the next version of an adapter, fresh in all workers."""
+        ...
+
+    def set_default_adapter(self, name: str | None) -> None:
+        """Serve requests that name no adapter with this one; ``None``: with the base."""
+        ...
+
+    async def learn_adapters(self, *, timeout_s: float) -> dict[str, int]:
+        """Ask the workers which adapters they hold: version by name. Raises SyncError if they do not agree."""
+        ...
+
 
 class ModuleTarget:
     """A plain torch module in the actor's own process. It has no requests, so there is nothing to pause."""
@@ -105,10 +132,28 @@ class ModuleTarget:
     workers = 1
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._side = WorkerSide(ModuleSink(module))
+        adapters = self._adapters = ModuleAdapters(module)
+        self._side = WorkerSide(ModuleSink(module, adapters.holds_any), lambda: adapters)
+
+    @property
+    def default_adapter(self) -> str | None:
+        return self._adapters.default
+
+    def lora_facts(self) -> dict[str, Any]:
+        return {}
+
+    def next_adapter_number(self) -> int:
+        return self._adapters.last + 1
+
+    def set_default_adapter(self, name: str | None) -> None:
+        self._adapters.choose(name)
+
+    async def learn_adapters(self, *, timeout_s: float) -> dict[str, int]:
+        return {name: version for name, (version, _) in self._adapters.entries()["held"].items()}
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        return [getattr(self._side, method)(*args)]
+        owner, _, name = method.rpartition(".")
+        return [getattr(self._adapters if owner == "adapters" else self._side, name)(*args)]
 
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
         pass
@@ -174,6 +219,24 @@ class _Running:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """An adapter that a sync brings."""
+
+    name: str
+    config: dict[str, Any]
+    default: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """What a sync has brought: kind and id of a base, if any, and an adapter, if any."""
+
+    base: str | None
+    base_id: str
+    adapter: _Coming | None
+
+
 class Serving:
     """State and operations of one rollout actor.
 
@@ -188,6 +251,11 @@ class Serving:
         self._group = ""
         self._devices: tuple[tuple[str, str], ...] = ()
         self._asleep: tuple[str, ...] = ()
+        self._base = ""
+        self._base_id = ""
+        self._adapters: dict[str, int] = {}
+        self._attached: set[str] = set()  # of those, what came from directories
+        self._configs: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._numbers = itertools.count(1)
         self._running: _Running | None = None
         self._coroutine: Coroutine[Any, Any, Any] | None = None
@@ -201,7 +269,8 @@ class Serving:
 
         Args:
             key: the caller's name for it, by which it is polled. Unique.
-            op: ``prepare | connect | agree | receive | receive_announced | digest | leave | sleep | wake_up``.
+            op: ``prepare | connect | agree | check_adapter | receive | receive_announced | attach | detach | digest |
+                leave | sleep | wake_up``.
 
         Raises:
             SyncError: the one that runs does not end, and two must not change the weights at once.
@@ -292,6 +361,11 @@ class Serving:
             steps=running.steps if active and running else 0,
             devices=self._devices,
             pid=os.getpid(),
+            base=self._base,
+            base_id=self._base_id,
+            adapters=dict(self._adapters),
+            default_adapter=self.target.default_adapter,
+            lora=self.target.lora_facts(),
         )
 
     # --- running a coroutine -----------------------------------------------------------------------------------
@@ -420,6 +494,8 @@ class Serving:
         groups = {str(f["group"]) for f in facts}
         self._group = groups.pop() if len(groups) == 1 else ""  # a worker may have lost it between two syncs
         self._asleep = tuple(await self.target.asleep())
+        if self._adapters:
+            self._adapters = await self.target.learn_adapters(timeout_s=30.0)
         return self.status()
 
     async def _connect(
@@ -433,27 +509,38 @@ class Serving:
     async def _agree(self, running: _Running, manifest: list[Any]) -> list[dict[str, Any]]:
         return await self.target.call("agree", manifest, timeout_s=120.0)
 
+    async def _check_adapter(self, running: _Running, name: str, config: dict[str, Any], manifest: list[Any]) -> None:
+        """Whether an adapter can come, before any byte of it does."""
+        if name in self._attached:
+            raise ConfigError(
+                f"adapter {name!r} was attached from a directory; detach it, or give one of them another name"
+            )
+        await self.target.call("check_adapter", config, manifest, timeout_s=30.0)
+
     async def _receive(
         self,
         running: _Running,
-        digest: str,
         version: int,
         bucket_size: int,
         timeout_s: float,
+        base: dict[str, Any] | None,
+        adapter: dict[str, Any] | None = None,
         in_flight: str = "wait",
-        manifest: list[Any] | None = None,
         group: str | None = None,
         after: int | None = None,
     ) -> dict[str, Any]:
-        """One sync of the agreed manifest.
+        """One sync of what was agreed.
 
         Args:
-            manifest: to remember first; ``None``: it was given with an earlier sync.
+            base: the ``digest`` of its manifest, its ``kind``, its ``base_id``, and the ``manifest`` to remember unless
+                it was given with an earlier sync; ``None``: the plain base of ``adapter`` is held already.
+            adapter: its ``name``, ``digest`` and ``wire`` (its manifest's digest), the ``base_id`` that it belongs to,
+                whether it becomes the ``default``, and ``config`` and ``manifest`` unless they were given before.
             group: in which it comes; ``None``: in whichever this rollout is.
             after: the version that must be held now; ``None``: any.
 
         Raises:
-            NotAgreed: this rollout's group, version or sleep is not what the driver takes it for.
+            NotAgreed: this rollout's group, version, base, adapters or sleep is not what the driver takes it for.
         """
         if group is not None and group != self._group:
             reason = (
@@ -468,11 +555,43 @@ class Serving:
             await self._give_up(f"this rollout holds version {self.version} of its weights, not {after}")
         if "weights" in self._asleep:
             await self._give_up(f"this rollout is asleep ({', '.join(self._asleep)})")
-        if manifest is not None:
-            await self.target.call("remember", manifest, timeout_s=60.0)
+        if base is None and adapter is not None and self._plain_base() != adapter["base_id"]:
+            await self._give_up("this rollout does not hold the plain base that the adapter belongs to")
+        if base is not None and base["kind"] == MERGED and (others := self._others()):
+            await self._give_up(f"this rollout holds adapters beside the default one ({', '.join(others)})")
+        if in_flight == "keep" and (adapter is not None or (base is not None and self.target.default_adapter)):
+            await self._give_up("a request kept frozen would go on with an adapter that is gone")
+        if base is not None and base["manifest"] is not None:
+            await self.target.call("remember", base["manifest"], timeout_s=60.0)
+        one = None
+        if adapter is not None:
+            if adapter["manifest"] is not None:
+                await self.target.call("remember_adapter", adapter["manifest"], timeout_s=60.0)
+                self._configs[adapter["digest"]] = adapter["config"]
+                while len(self._configs) > _CONFIGS_KEPT:
+                    self._configs.popitem(last=False)
+            if adapter["digest"] not in self._configs:
+                await self._give_up(f"adapter {adapter['name']!r} was not agreed with this rollout")
+            one = _Coming(adapter["name"], self._configs[adapter["digest"]], default=adapter["default"])
+        wire = base and base["digest"], bucket_size
+        settled = _Settled(base["kind"] if base else None, base["base_id"] if base else "", one)
         return await self._update(
-            running, version, in_flight, timeout_s, lambda left: ("receive", digest, bucket_size, left)
+            running,
+            version,
+            in_flight,
+            timeout_s,
+            lambda left: ("receive", *wire, left, adapter and adapter["wire"]),
+            lambda _: settled,
+            drops=base is not None,
         )
+
+    def _plain_base(self) -> str | None:
+        """``base_id`` of the plain base that is held whole; ``None``: no such one is."""
+        return self._base_id if self.contents is Contents.WHOLE and self._base == PLAIN else None
+
+    def _others(self) -> list[str]:
+        """Adapters beside the default one."""
+        return [name for name in self._adapters if name != self.target.default_adapter]
 
     async def _give_up(self, reason: str) -> None:
         """Refuse before anything was begun. The others wait in the group already, so it is given up with them."""
@@ -481,8 +600,19 @@ class Serving:
         raise NotAgreed(reason, phase="transfer")
 
     async def _receive_announced(self, running: _Running, timeout_s: float, in_flight: str = "wait") -> dict[str, Any]:
+        def settled(result: dict[str, Any]) -> _Settled:
+            base, adapter = result["base"], result["adapter"]
+            coming = _Coming(adapter["name"], adapter["config"], default=True) if adapter else None
+            return _Settled(base["kind"] if base else None, base["base_id"] if base else "", coming)
+
         return await self._update(
-            running, self.version + 1, in_flight, timeout_s, lambda left: ("receive_announced", left)
+            running,
+            self.version + 1,
+            in_flight,
+            timeout_s,
+            lambda left: ("receive_announced", left, self._plain_base()),
+            settled,
+            drops=True,
         )
 
     async def _update(
@@ -492,12 +622,19 @@ class Serving:
         in_flight: str,
         timeout_s: float,
         request: Callable[[float], tuple[Any, ...]],
+        settled: Callable[[dict[str, Any]], _Settled],
+        *,
+        drops: bool,
     ) -> dict[str, Any]:
         """Pause, receive and drop caches, commit, resume. Whatever happens the engine ends up serving one whole
         version, or refusing; it is never left paused by accident.
 
         The caches are dropped while the bytes are on the wire: nothing is computed between pause and resume, so
         nothing of the old weights can enter them again.
+
+        Args:
+            settled: from the first worker's result what came.
+            drops: whether caches must be dropped. What was computed with an adapter is found by its version only.
         """
         deadline = Deadline.after(timeout_s)
         start = time.perf_counter()
@@ -511,7 +648,11 @@ class Serving:
             await self._pause(running, in_flight, deadline)
             running.seconds["pause"] = time.perf_counter() - start
             method, *args = request(deadline.remaining())
-            statuses = await self._in_workers(running, deadline, method, *args, meanwhile=drop_caches)
+            statuses = await self._in_workers(
+                running, deadline, method, *args, meanwhile=drop_caches if drops else None
+            )
+            came = settled(statuses[0].result)
+            await self._settle(running, came, version)
         except (Exception, asyncio.CancelledError) as error:
             self._group = ""
             try:
@@ -521,6 +662,8 @@ class Serving:
             raise
         self.version = version
         self.contents = Contents.WHOLE
+        if came.base:
+            self._base, self._base_id = came.base, came.base_id
         await self.target.resume()
         reports = [s.result for s in statuses]
         parts = {name for r in reports for name in r["seconds"]}
@@ -535,6 +678,87 @@ class Serving:
                 **{part: max(r["seconds"].get(part, 0.0) for r in reports) for part in sorted(parts)},
             },
         }
+
+    async def _settle(self, running: _Running, came: _Settled, version: int) -> None:
+        """Bring the adapters to what was received: the new one in, the default that it or a new base replaces out."""
+        before, default = dict(self._adapters), self.target.default_adapter
+        coming = came.adapter
+        replaced = default is not None and (came.base == MERGED or coming is None or coming.default)
+        keeps = coming is not None and coming.name == default
+        remove = [default] if default is not None and replaced and not keeps else []
+        if not (remove or coming or (before and came.base)):
+            return
+        start = time.perf_counter()
+        register = None
+        if coming is not None:
+            number = self.target.next_adapter_number()
+            register = {"name": coming.name, "version": version, "config": coming.config, "number": number}
+        if remove:
+            self.target.set_default_adapter(None)
+        try:
+            await self.target.call("settle_adapters", bool(came.base), remove, register, timeout_s=60.0)
+        except Exception:
+            held: dict[str, int] = {}
+            with contextlib.suppress(Exception):
+                held = await self.target.learn_adapters(timeout_s=10.0)
+            running.touched |= held != before
+            if held == before:
+                self.target.set_default_adapter(default)
+            raise
+        self._adapters = await self.target.learn_adapters(timeout_s=10.0)
+        if coming is not None and coming.default:
+            self.target.set_default_adapter(coming.name)
+        running.seconds["adapter"] = time.perf_counter() - start
+
+    async def _attach(self, running: _Running, name: str, path: str, version: int = 0) -> dict[str, int]:
+        """Hold the adapter of a directory on this node beside the others; all that are held then."""
+        if self._base == MERGED:
+            raise ConfigError(
+                f"adapter {name!r} cannot be attached: this rollout's base has the trainer's adapter merged into it; "
+                "sync_weights(merge_and_sync=False) brings the plain base back"
+            )
+        if name in self._adapters and name not in self._attached:
+            raise ConfigError(f"this rollout holds an adapter {name!r} from the trainer; attach under another name")
+        await self._with_adapters(
+            running,
+            "adapters.attach",
+            lambda: (name, path, version, self.target.next_adapter_number()),
+        )
+        self._attached.add(name)
+        return dict(self._adapters)
+
+    async def _detach(self, running: _Running, name: str) -> dict[str, int]:
+        """Let an adapter go that was attached from a directory or came for a tenant; what is held then."""
+        if name not in self._adapters:
+            raise ConfigError(f"this rollout holds no adapter {name!r}; it holds {_listed(self._adapters)}")
+        if name == self.target.default_adapter:
+            raise ConfigError(
+                f"adapter {name!r} is the one that serves all requests; sync_weights() merged, or with another "
+                "adapter, replaces it"
+            )
+        await self._with_adapters(running, "adapters.remove", lambda: (name,))
+        self._attached.discard(name)
+        return dict(self._adapters)
+
+    async def _with_adapters(self, running: _Running, method: str, args: Callable[[], tuple[Any, ...]]) -> None:
+        """Change the adapters while no request runs."""
+        if self.contents is Contents.MIXED:
+            raise ReplicaUnavailable("this rollout holds a mixture of weights; sync before its adapters are changed")
+        before = dict(self._adapters)
+        await self._pause(running, "wait", Deadline.after(60.0))
+        try:
+            await self.target.learn_adapters(timeout_s=30.0)
+            await self.target.call(method, *args(), timeout_s=60.0)
+            self._adapters = await self.target.learn_adapters(timeout_s=30.0)
+        except Exception as error:
+            try:
+                self._adapters = await self.target.learn_adapters(timeout_s=30.0)
+            except SyncError:  # its workers do not agree
+                running.touched = True
+            running.touched |= any(self._adapters.get(name) != version for name, version in before.items())
+            await self._after_failure(running, error)
+            raise
+        await self.target.resume()
 
     async def _after_failure(self, running: _Running, error: BaseException) -> None:
         if running.touched:
@@ -569,6 +793,7 @@ class Serving:
             await self.target.sleep(level)
             if level >= 2:
                 self.contents = Contents.NONE
+                self._base = self._base_id = ""
         self._asleep = tuple(await self.target.asleep())
         return self._asleep
 
@@ -589,6 +814,10 @@ def _still_running(before: _Running, op: str) -> SyncError:
         f"{op} cannot begin: an earlier {before.op} of this rollout was given up, but has not ended yet; try again",
         phase=op,
     )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def _piece(value: dict[str, Any]) -> Piece:

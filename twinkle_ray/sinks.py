@@ -93,25 +93,23 @@ class Piece:
     data: bytes | None = None
 
 
-class Sink(Protocol):
-    """One process's way of taking in weights. All calls of one sync come from one thread, in this order:
-    ``agree`` (once per manifest), ``begin``, ``arm``, ``landing``, then for each tensor that is not received straight
-    into live memory ``buffer`` as its first chunk is launched and ``ready`` with those that are complete, at last
-    ``finish``; or ``abandon`` after an error anywhere. Tensors become ready in the manifest's order, but buffers of
-    later ones may have been asked for by then.
+class Receiver(Protocol):
+    """Takes in the tensors of one sync. All calls come from one thread, in this order: ``begin``, ``arm``, ``landing``,
+    then for each tensor that is not received straight into live memory ``buffer`` as its first chunk is launched and
+    ``ready`` with those that are complete, at last ``finish``; or ``abandon`` after an error anywhere. Tensors become
+    ready in the manifest's order, but buffers of later ones may have been asked for by then.
     """
 
     in_place: bool
     """Whether a buffer may be a live parameter; if not, what ``landing`` does not name is not written before
     ``ready``."""
 
+    live: bool
+    """Whether ``ready`` and ``finish`` write to what is served."""
+
     @property
     def device(self) -> torch.device:
         """The device on which the parameters live."""
-        ...
-
-    def agree(self, manifest: Manifest) -> Agreement:
-        """Compare a manifest (in the trainer's dtypes) with what is held. Changes nothing."""
         ...
 
     def begin(self, manifest: Manifest) -> None:
@@ -150,6 +148,14 @@ class Sink(Protocol):
         """The sync failed; drop all buffers and leave the model in a state from which a full sync heals it."""
         ...
 
+
+class Sink(Receiver, Protocol):
+    """One process's way of taking in weights. ``agree`` comes once per manifest, before the first sync of it."""
+
+    def agree(self, manifest: Manifest) -> Agreement:
+        """Compare a manifest (in the trainer's dtypes) with what is held. Changes nothing."""
+        ...
+
     def pieces(self, manifest: Manifest, names: Sequence[str] | None) -> tuple[list[Piece], list[str]]:
         """Read back what is really held.
 
@@ -167,20 +173,25 @@ class ModuleSink:
     """Loads into a torch module, in place.
 
     A tensor goes to every parameter or persistent buffer that has one of its names, so a tied trainer fills an untied
-    module. Names are without wrapper segments on both sides. Memory is received straight into a parameter that is
-    contiguous and of the wire's dtype and device; for any other a tensor of its own is received and then copied.
+    module. Names are without wrapper segments on both sides, and of a module to which
+    :class:`~twinkle_ray.module_adapters.ModuleAdapters` has added adapters those of its base. Memory is received
+    straight into a parameter that is contiguous and of the wire's dtype and device; for any other a tensor of its own
+    is received and then copied.
 
     Args:
         target: the module. It is walked again at each ``agree`` and ``begin``, so it may be moved in between.
+        adapted: whether LoRA adapters are in it that are ours to know of; the base under any other is refused.
 
     Raises:
         UnsupportedModel: from ``agree`` and ``begin``: a tensor of ``target`` is a DTensor, or has no plain bytes.
     """
 
     in_place = True
+    live = True
 
-    def __init__(self, target: nn.Module) -> None:
+    def __init__(self, target: nn.Module, adapted: Callable[[], bool] = lambda: False) -> None:
         self._target = target
+        self._adapted = adapted
         self._places: dict[str, list[torch.Tensor]] = {}
         self._direct: set[str] = set()
         self._waiting: dict[str, TensorMeta] = {}
@@ -305,7 +316,7 @@ class ModuleSink:
     def _held(self) -> list[tuple[list[str], torch.Tensor]]:
         """Each tensor once, with all its names."""
         groups: dict[tuple[Any, ...], tuple[list[str], torch.Tensor]] = {}
-        for name, tensor, _ in collect(self._target):
+        for name, tensor, _ in collect(self._target, frozen=self._adapted()):
             if is_dtensor(tensor):
                 raise UnsupportedModel(f"{name}: the receiving module is sharded (DTensor); only whole ones can load")
             groups.setdefault(view_key(name, tensor), ([], tensor))[0].append(name)
@@ -339,6 +350,46 @@ class ModuleSink:
             mismatched=tuple(mismatched),
         )
         return agreement, places
+
+
+class StagedSink:
+    """Keeps what it receives, each tensor in memory of its own, and touches nothing else.
+
+    Args:
+        device: where.
+
+    Attributes:
+        tensors: by name, after ``finish``.
+    """
+
+    in_place = False
+    live = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._manifest = Manifest(())
+
+    def begin(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    def arm(self, touch: Callable[[], None]) -> None:
+        pass
+
+    def landing(self, plan: Sequence[Chunk], device: torch.device) -> Landing:
+        return lay(self._manifest, plan, [None] * len(self._manifest))
+
+    def buffer(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
+        return torch.empty(meta.shape, dtype=torch_dtype(meta.dtype), device=device)
+
+    def ready(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
+        self.tensors.update((meta.name, tensor) for meta, tensor in tensors)
+
+    def finish(self) -> LoadReport:
+        return LoadReport(path="staged", tensors=len(self._manifest), nbytes=self._manifest.nbytes, direct_bytes=0)
+
+    def abandon(self) -> None:
+        self.tensors = {}
 
 
 def _differences(meta: TensorMeta, held_as: str, tensor: torch.Tensor) -> Iterator[str]:

@@ -8,6 +8,7 @@ stream must see it to its end, by consuming or by closing it, or the other ranks
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import eq
 from types import TracebackType
@@ -16,10 +17,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from twinkle_ray.adapter import Adapter
 from twinkle_ray.digest import DTYPE_NAMES, DTYPES, has_own_bytes, torch_dtype
 from twinkle_ray.errors import ConfigError, ManifestMismatch, UnsupportedModel
 from twinkle_ray.fingerprint import PLAIN, Fingerprint
-from twinkle_ray.lora import AdapterState, Gathered, Merging, Place, frozen_or_refuse, has_adapters, merging, places
+from twinkle_ray.lora import (
+    AdapterState,
+    Gathered,
+    Merging,
+    Place,
+    active_adapters,
+    frozen_or_refuse,
+    has_adapters,
+    merging,
+    places,
+)
 from twinkle_ray.manifest import CASTABLE, Manifest, TensorMeta
 from twinkle_ray.names import loaded_class, walk
 
@@ -41,9 +53,10 @@ class WeightSource:
             are sent as they come: a tied weight is best yielded once, and a tensor's memory must not be written
             again within the walk, since several may wait for one launch. Kinds are all ``parameter``.
         merge: of a module with LoRA adapters of PEFT send what base and active adapters make together, each tensor
-            computed as it is sent, in fp32 and with one cast; else its frozen base. Names are the base model's, and
-            the manifest is the same, either way. May be set between two syncs. A bias that was trained in the base
-            itself, and what an initialisation such as PiSSA took out of the base, cannot be told from the frozen base.
+            computed as it is sent, in fp32 and with one cast; else its frozen base. Names are the base model's
+            either way; so is the manifest, unless of a tied pair only one has an adapter. May be set between two syncs.
+            A bias that was trained in the base itself, and what an initialisation such as PiSSA took out of the base,
+            cannot be told from the frozen base.
 
     Raises:
         ConfigError: ``weights`` is neither; an iterator, for one, could serve a single sync only.
@@ -59,6 +72,8 @@ class WeightSource:
         self._weights = weights
         self._walked: _Walked | None = None
         self._sent_as = ("", "")
+        self._base_marks: list[tuple[int, int, int]] | None = None
+        self._base_name = ""
 
     def manifest(self) -> Manifest:
         """What there is to send now, in the trainer's own dtypes; compare digests to notice a changed model.
@@ -76,7 +91,7 @@ class WeightSource:
         if isinstance(self._weights, nn.Module):
             walked = self._look(self._weights)
             walked.sent(merge=self.merge)  # refused here, before anybody waits for a tensor
-            return walked.manifest
+            return walked.manifest(merge=self.merge)
         metas = []
         for name, tensor in self._weights():
             check_tensor(name, tensor)
@@ -105,12 +120,13 @@ class WeightSource:
             return TensorStream(iter(self._weights()), wire)
         later = recheck and self._walked is not None and self._walked.same_tensors()
         walked = self._walked if later and self._walked is not None else self._look(self._weights)
-        if own not in (None, walked.manifest.digest):
-            _require_same(walked.manifest, wire)  # which can say more
+        mine = walked.manifest(merge=self.merge)
+        if own not in (None, mine.digest):
+            _require_same(mine, wire)  # which can say more
             raise _changed("it has other dtypes")
-        if self._sent_as != (walked.manifest.digest, wire.digest):
-            _require_same(walked.manifest, wire)
-            self._sent_as = walked.manifest.digest, wire.digest
+        if self._sent_as != (mine.digest, wire.digest):
+            _require_same(mine, wire)
+            self._sent_as = mine.digest, wire.digest
         return TensorStream(
             walked.sent(merge=self.merge),
             wire,
@@ -125,8 +141,54 @@ class WeightSource:
             ManifestMismatch: as :meth:`tensors`, and on the same tensor.
         """
         with self.tensors(wire) as stream:
-            while stream.skip():
-                pass
+            stream.skip_all()
+
+    def check(self, *, merge: bool) -> None:
+        """Refuse what :meth:`tensors` could not send in this way.
+
+        Raises:
+            UnsupportedModel: so it is.
+        """
+        if isinstance(self._weights, nn.Module):
+            self._look(self._weights).sent(merge=merge)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether there are PEFT adapters, as far as was seen when the module was walked last."""
+        return self._walked is not None and self._walked.adapted
+
+    def active(self) -> tuple[str, ...]:
+        """Names of the adapters that the forward pass uses, as it was walked last."""
+        module = self._weights
+        return self._walked.active(module) if self._walked is not None and isinstance(module, nn.Module) else ()
+
+    def adapter(self, name: str) -> Adapter:
+        """One LoRA adapter alone, as it is now.
+
+        Raises:
+            ConfigError: there is no such adapter, or ``weights`` is a function, which has none.
+            UnsupportedModel: it cannot be sent alone.
+        """
+        if not isinstance(self._weights, nn.Module):
+            raise ConfigError(f"the trainer sends by named_weights(), which has no adapter {name!r}; sync merged")
+        return self._look(self._weights).adapter(self._weights, name)
+
+    def base_id(self, *, looked: bool = False) -> str:
+        """Names the frozen base under PEFT adapters: another one if a tensor of it was written, replaced or moved since
+        the last time. Writes through ``tensor.data`` are not seen. ``""``: there are no adapters.
+
+        Args:
+            looked: the module was walked just before.
+        """
+        if not isinstance(self._weights, nn.Module):
+            return ""
+        walked = self._walked if looked and self._walked is not None else self._look(self._weights)
+        marks = walked.frozen_marks()
+        if marks is None:
+            return ""
+        if self._base_marks != marks:
+            self._base_marks, self._base_name = marks, uuid.uuid4().hex[:16]
+        return self._base_name
 
     def device(self) -> torch.device:
         """Where the tensors are; see :func:`device_of`. A user's function is iterated once, on all ranks."""
@@ -155,12 +217,10 @@ class _Walked:
         before: an earlier one of the same module, whose manifest is kept if it is the same.
 
     Attributes:
-        manifest: in the trainer's own dtypes.
         fingerprint: of the module.
         device: of all tensors; ``None`` if it has not been asked for.
     """
 
-    manifest: Manifest
     device: torch.device | None
 
     def __init__(self, module: nn.Module, before: _Walked | None) -> None:
@@ -178,26 +238,36 @@ class _Walked:
             raise ConfigError(
                 f"the trainer has no weights: {type(module).__name__} holds neither parameters nor persistent buffers"
             )
-        self._first: list[int]
+        self._grouped: dict[bool, tuple[Manifest, list[int]]]
         self._names = [name for name, _, _ in entries]
         self._kinds = [kind for _, _, kind in entries]
         tensors = [tensor for _, tensor, _ in entries]
         self._views = list(map(view_key, self._names, tensors))
-        for index, adapted in self._adapted.items():
-            # Tied are two tensors only if they are so with and without the adapters.
-            frozen = view_key(self._names[index], adapted.frozen)
-            self._views[index] = (*self._views[index], frozen, *map(id, adapted.layers))
+        frozen_views = self._views
+        if self._adapted:
+            frozen_views = self._views.copy()
+            for index, adapted in self._adapted.items():
+                frozen_views[index] = view_key(self._names[index], adapted.frozen)
+                self._views[index] = (*self._views[index], *map(id, adapted.layers))
         if before is not None and before._describes(self._names, self._kinds, self._views):
-            self.manifest, self._first = before.manifest, before._first
+            self._grouped = before._grouped
         else:
-            self.manifest, self._first = _group(self._names, tensors, self._kinds, self._views)
+            merged = _group(self._names, tensors, self._kinds, self._views)
+            frozen = _group(self._names, tensors, self._kinds, frozen_views) if self._adapted else merged
+            self._grouped = {True: merged, False: frozen}
         self._tensors = tensors
         self._sent: dict[bool, Sequence[torch.Tensor | Merging]] = {}
+        self._alone: dict[str, Adapter] = {}
+        self._active: tuple[str, ...] | None = None
         self.device = None
         with contextlib.suppress(UnsupportedModel):  # said by whoever asks for the device
             self.device = device_of(module)
 
         self.fingerprint = Fingerprint(module)
+
+    def manifest(self, *, merge: bool) -> Manifest:
+        """In the trainer's own dtypes. Tensors that are tied in the frozen base are not if only one has an adapter."""
+        return self._grouped[merge][0]
 
     def sent(self, *, merge: bool) -> Sequence[torch.Tensor | Merging]:
         """What the manifest's entries are, in its order, with or without adapters.
@@ -206,8 +276,38 @@ class _Walked:
             UnsupportedModel: not to be sent in this way.
         """
         if merge not in self._sent:
-            self._sent[merge] = [self._one(index, merge) for index in self._first]
+            self._sent[merge] = [self._one(index, merge) for index in self._grouped[merge][1]]
         return self._sent[merge]
+
+    @property
+    def adapted(self) -> bool:
+        """Whether there are PEFT adapters."""
+        return self._adapters is not None
+
+    def active(self, module: nn.Module) -> tuple[str, ...]:
+        """See :func:`~twinkle_ray.lora.active_adapters`."""
+        if self._active is None:
+            self._active = tuple(active_adapters(module))
+        return self._active
+
+    def adapter(self, module: nn.Module, name: str) -> Adapter:
+        """See :meth:`Adapter.of`."""
+        if name not in self._alone:
+            self._alone[name] = Adapter.of(module, name)
+        return self._alone[name]
+
+    def frozen_marks(self) -> list[tuple[int, int, int]] | None:
+        """Object, address and count of writes of each tensor of the frozen base; ``None`` without adapters."""
+        if self._adapters is None:
+            return None
+        marks = []
+        for index in self._grouped[False][1]:
+            adapted = self._adapted.get(index)
+            tensor = self._tensors[index] if adapted is None else adapted.frozen
+            local = tensor._local_tensor if is_dtensor(tensor) else tensor
+            # a tensor made in inference mode has no count
+            marks.append((id(tensor), local.data_ptr(), 0 if local.is_inference() else local._version))
+        return marks
 
     def same_tensors(self) -> bool:
         """:meth:`holds`, but for what :meth:`Fingerprint.same_tree` compares."""
@@ -344,6 +444,11 @@ class TensorStream:
         """Run the next tensor's collective and checks, and drop the result. ``False`` at the end."""
         return self._step(*self._pull()) is not None
 
+    def skip_all(self) -> None:
+        """:meth:`skip` to the end."""
+        while self.skip():
+            pass
+
     def close(self) -> None:
         """Run the collectives that are left, and drop their results."""
         while not self._over:
@@ -422,6 +527,12 @@ class TensorStream:
         return name, tensor
 
 
+def gather_only(tensors: Sequence[torch.Tensor], manifest: Manifest) -> None:
+    """Take part in the collectives of these tensors on a rank that sends nothing, and keep nothing."""
+    with TensorStream(tensors, manifest) as stream:
+        stream.skip_all()
+
+
 class _Adapted(NamedTuple):
     """A tensor that PEFT changes, beside its own entry.
 
@@ -436,12 +547,19 @@ class _Adapted(NamedTuple):
     layers: tuple[Any, ...]
 
 
-def collect(module: nn.Module) -> Iterator[Entry]:
+def collect(module: nn.Module, *, frozen: bool = False) -> Iterator[Entry]:
     """All parameters and persistent buffers, by every name they have, in the order of ``state_dict``.
 
+    Args:
+        frozen: of a module with PEFT adapters, those of the base under them.
+
     Raises:
-        UnsupportedModel: as :meth:`WeightSource.manifest`; also if there is any PEFT adapter.
+        UnsupportedModel: as :meth:`WeightSource.manifest`; also if there is any PEFT adapter, but for ``frozen``.
     """
+    if frozen:
+        for (name, tensor, kind), adapted in _collect_adapted(module):
+            yield name, tensor if adapted is None else adapted.frozen, kind
+        return
     reject_adapters(module)
     for entry, _ in _collect((Place(prefix, place) for _, prefix, place in walk(module)), module):
         yield entry

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from twinkle_ray.adapter import Adapter, the_active
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.digest import tensor_sha256
 from twinkle_ray.endpoint import Endpoint, Operation
-from twinkle_ray.errors import ManifestMismatch, NotAgreed
+from twinkle_ray.errors import ManifestMismatch, NotAgreed, TwinkleRayError
+from twinkle_ray.lora import active_adapters, adapter_config, adapter_names, has_adapters
 from twinkle_ray.manifest import Manifest
-from twinkle_ray.sources import NamedWeights, WeightSource
+from twinkle_ray.sources import NamedWeights, TensorStream, WeightSource, device_of, gather_only
 from twinkle_ray.transfer import send
-from twinkle_ray.types import Deadline, OpState, OpStatus, Rendezvous, TrainerStatus
+from twinkle_ray.types import MERGED, PLAIN, Deadline, OpState, OpStatus, Rendezvous, TrainerStatus
 from twinkle_ray.worker import announce, device_facts
 
 _JOINING_KEPT = 4
@@ -37,10 +40,11 @@ class Training:
         self.merge = True
         self._weights = weights
         self._source = WeightSource(weights())
-        self._held: object = None
+        self._held: torch.nn.Module | None = None
         self.endpoint = Endpoint(self._source.device())
         self.rank: int | None = None
         self._agreed: tuple[str, Manifest] | None = None
+        self._told = ("", "")  # group, and base_id of the plain base that all its members got
         self._joining: OrderedDict[str, Operation] = OrderedDict()
 
     def source(self) -> WeightSource:
@@ -60,9 +64,16 @@ class Training:
             self._held, self._source = held, WeightSource(weights)
         return self._source
 
-    def status(self) -> TrainerStatus:
-        """Raises what the source raises: a trainer without weights, a model that cannot be sent."""
-        manifest = self.source().manifest()
+    def status(self, *, merge: bool = True) -> TrainerStatus:
+        """Raises what the source raises: a trainer without weights, a model that cannot be sent.
+
+        Args:
+            merge: how it is to be sent.
+        """
+        source = self.source()
+        source.merge = merge
+        manifest = source.manifest()
+        model = self._held if self._held is not None and has_adapters(self._held) else None
         endpoint = self.endpoint
         facts = device_facts(endpoint.device)
         return TrainerStatus(
@@ -72,7 +83,31 @@ class Training:
             device=(facts["device_type"], facts["device_id"]),
             group=endpoint.sound_group,
             pid=os.getpid(),
+            adapters=tuple(adapter_names(model)) if model is not None else (),
+            active=tuple(active_adapters(model)) if model is not None else (),
+            base_id=source.base_id(),
         )
+
+    def adapter(self, name: str | None = None) -> Adapter:
+        """One adapter alone; ``None``: the one that is active.
+
+        Raises:
+            ConfigError: there is no such adapter, or not one.
+            UnsupportedModel: it cannot be sent alone.
+        """
+        source = self.source()
+        if name is None:
+            model = self._held if self._held is not None else torch.nn.Module()
+            name = the_active(tuple(adapter_names(model)), tuple(active_adapters(model)))
+        return source.adapter(name)
+
+    def peft_config(self, name: str | None) -> dict[str, Any] | None:
+        """PEFT's configuration of an adapter, as JSON values; ``None`` without adapters. See :meth:`adapter`."""
+        self.source()
+        model = self._held
+        if model is None or not (names := adapter_names(model)):
+            return None
+        return adapter_config(model, name or the_active(tuple(names), tuple(active_adapters(model))))
 
     def manifest(self) -> list[Any]:
         """The manifest in the trainer's own dtypes, in JSON form."""
@@ -114,9 +149,17 @@ class Training:
         return self.endpoint.connect(rank, world_size, rendezvous, Deadline.after(timeout_s))
 
     def send(
-        self, digest: str, bucket_size: int, timeout_s: float, group: str | None = None, *, merge: bool = True
+        self,
+        digest: str | None,
+        bucket_size: int,
+        timeout_s: float,
+        group: str | None = None,
+        *,
+        kind: str | None = None,
+        adapter: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Send the agreed manifest; returns once the last byte has been read from this trainer's memory.
+        """Send the agreed manifest, an agreed adapter, or one after the other; returns once the last byte has been read
+        from this trainer's memory.
 
         If meanwhile it shows that names have changed or something was added, while all that was agreed is still there
         and was sent, the result is ``outdated``.
@@ -124,47 +167,101 @@ class Training:
         A trainer that is not in the group only takes part in the gathers of sharded parameters.
 
         Args:
+            digest: of the wire's manifest; ``None``: the receivers hold the frozen base already.
             group: in which to send; ``None``: in whichever this trainer is, if any.
-            merge: send LoRA adapters merged; else the frozen base.
+            kind: of the base that is sent: ``merged`` with LoRA adapters, or ``plain``; ``None``: without ``digest``.
+            adapter: to send after it: ``name``, its ``digest``, the ``base_id`` of the base that it belongs to, and
+                whether it is the ``default``, which must be the active one.
 
         Raises:
             NotAgreed: this trainer's weights are no more as agreed, or its group is not sound any more.
         """
-        if self._agreed is None or self._agreed[1].digest != digest:
-            raise NotAgreed(f"no manifest {digest} was agreed with this trainer", phase="transfer")
-        own, wire = self._agreed
-        self._present().merge = merge
-        if self._held is None:  # of a module this is seen when its stream is opened
+        own = wire = None
+        if digest is not None:
+            if self._agreed is None or self._agreed[1].digest != digest:
+                raise NotAgreed(f"no manifest {digest} was agreed with this trainer", phase="transfer")
+            own, wire = self._agreed
+        # Without adapters both are the same, and merged is what shows that there are some by now.
+        self._present().merge = adapter is None
+        if self._held is None and own is not None:  # of a module this is seen when its stream is opened
             try:
                 self._current(own)
             except ManifestMismatch as error:
                 raise NotAgreed(str(error), phase="transfer") from error
-        return self._send(wire, bucket_size, Deadline.after(timeout_s), own=own, name=group)
+        return self._send(wire, bucket_size, Deadline.after(timeout_s), own=own, name=group, kind=kind, adapter=adapter)
 
-    def send_announced(self, bucket_size: int, timeout_s: float) -> dict[str, Any]:
-        """Send the model in its own dtypes, its manifest first, to receivers that were told nothing."""
+    def send_announced(self, bucket_size: int, timeout_s: float, *, adapter_only: bool = False) -> dict[str, Any]:
+        """Send in the trainer's own dtypes, manifests first, to receivers that were told nothing.
+
+        Args:
+            adapter_only: send the active adapter alone; and the frozen base before it, unless that was the last base
+                which this trainer sent in this group.
+        """
         source = self.source()
-        source.merge = self.merge
-        return self._send(source.manifest(), bucket_size, Deadline.after(timeout_s))
+        source.merge = self.merge and not adapter_only
+        base_id = source.base_id()
+        one = None
+        if adapter_only:
+            alone = self.adapter()
+            one = {"name": alone.name, "digest": alone.digest, "base_id": base_id, "default": True}
+        there = adapter_only and self._told == (self.endpoint.sound_group, base_id)
+        wire = None if there else source.manifest()
+        return self._send(wire, bucket_size, Deadline.after(timeout_s), adapter=one)
+
+    def _alone(self, wanted: dict[str, Any]) -> Adapter:
+        """Raises NotAgreed: the adapter, or the base it belongs to, is another one by now."""
+        source = self._present()
+        try:
+            found = source.adapter(wanted["name"])
+        except TwinkleRayError as error:
+            raise NotAgreed(str(error), phase="transfer") from error
+        if found.digest != wanted["digest"]:
+            raise NotAgreed(f"adapter {found.name!r} has other tensors than were agreed", phase="transfer")
+        if wanted["default"] and source.active() != (found.name,):
+            raise NotAgreed(f"adapter {found.name!r} is not the active one any more", phase="transfer")
+        if source.base_id(looked=True) != wanted["base_id"]:
+            raise NotAgreed(f"the base under adapter {found.name!r} was changed since it was sent", phase="transfer")
+        return found
 
     def _send(
-        self, wire: Manifest, bucket_size: int, deadline: Deadline, *, own: str | None = None, name: str | None = None
+        self,
+        wire: Manifest | None,
+        bucket_size: int,
+        deadline: Deadline,
+        *,
+        own: str | None = None,
+        name: str | None = None,
+        kind: str | None = None,
+        adapter: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
+        """Without ``name`` the receivers were told nothing."""
         source = self._present()
+        told, self._told = self._told, ("", "")
 
         def work(operation: Operation) -> dict[str, Any]:
+            alone = self._alone(adapter) if adapter is not None else None
             if self.rank is None and name is None:
-                source.gather_only(wire)
+                if wire is not None:
+                    source.gather_only(wire)
+                if alone is not None:
+                    gather_only(alone.tensors, alone.manifest)
                 return {}
             if operation.group is not None and name not in (None, operation.group.group_name):
                 operation.group = None  # another sync's, and not to be given up with this one
             group = operation.group
-            try:
-                stream = source.tensors(wire, own, recheck=own is not None)
-            except ManifestMismatch as error:
-                raise NotAgreed(str(error), phase="transfer") from error
-            # On an error the stream's exit still makes the gathers that the other trainer ranks are in.
-            with stream as tensors:
+            parts: list[tuple[TensorStream, Manifest]] = []
+            if wire is not None:
+                try:
+                    parts.append((source.tensors(wire, own, recheck=own is not None), wire))
+                except ManifestMismatch as error:
+                    raise NotAgreed(str(error), phase="transfer") from error
+            if kind == PLAIN and source.merge and source.adapted:
+                raise NotAgreed("this trainer's model has got LoRA adapters since the last sync", phase="transfer")
+            if alone is not None:
+                stream = TensorStream(alone.tensors, alone.manifest, device=device_of(alone.pairs()))
+                parts.append((stream, alone.manifest))
+            # On an error the streams' exit still makes the gathers that the other trainer ranks are in.
+            with _closing([stream for stream, _ in parts]):
                 if group is None:
                     raise NotAgreed(
                         "this trainer is not in the group of this sync: it never joined, or another sync has taken it "
@@ -175,27 +272,45 @@ class Training:
                     raise NotAgreed(
                         f"this trainer's group broke since the last sync: {group.failure}", phase="transfer"
                     )
-                if tensors.device not in (None, self.endpoint.device):
-                    raise NotAgreed(
-                        f"this trainer's weights moved from {self.endpoint.device} to {tensors.device} since its group "
-                        "was made",
-                        phase="transfer",
-                    )
+                for stream, _ in parts:
+                    if stream.device not in (None, self.endpoint.device):
+                        raise NotAgreed(
+                            f"this trainer's weights moved from {self.endpoint.device} to {stream.device} since its "
+                            "group was made",
+                            phase="transfer",
+                        )
                 try:
                     # What the caller has put on the device (an optimizer step on any stream) must have ended.
                     with operation.timed("fence"):
                         _fence(self.endpoint.device, group)
-                    if own is None:  # the receivers know of no manifest yet
-                        announce(operation, group, wire, bucket_size)
-                    send(group, tensors, wire, bucket_size, operation)
+                    if name is None:
+                        base = None
+                        if wire is not None:
+                            base_id = source.base_id(looked=True)
+                            merged = source.merge and source.adapted
+                            base = {
+                                "manifest": wire.as_json(),
+                                "kind": MERGED if merged else PLAIN,
+                                "base_id": "" if merged else base_id,
+                            }
+                        one = None
+                        if alone is not None:
+                            one = {**alone.as_json(), "base_id": source.base_id(looked=True)}
+                        announce(operation, group, {"bucket_size": bucket_size, "base": base, "adapter": one})
+                    for stream, manifest in parts:
+                        send(group, stream, manifest, bucket_size, operation)
                 except BaseException as error:
                     group.abort(f"{type(error).__name__}: {error}")  # the receivers need not wait for those gathers
                     raise
+            if wire is not None:
+                self._told = ("", "") if source.merge else (group.group_name, source.base_id(looked=True))
+            else:
+                self._told = told
             return {
-                "nbytes": wire.nbytes,
-                "tensors": len(wire),
+                "nbytes": sum(manifest.nbytes for _, manifest in parts),
+                "tensors": sum(len(manifest) for _, manifest in parts),
                 "seconds": operation.seconds,
-                "outdated": tensors.outdated,
+                "outdated": any(stream.outdated for stream, _ in parts),
             }
 
         result: dict[str, Any] = self.endpoint.start("transfer", work, deadline).outcome()
@@ -228,6 +343,22 @@ class Training:
                 "trainer[0]'s); nothing was sent, sync again"
             )
         return manifest
+
+
+@contextlib.contextmanager
+def _closing(streams: list[TensorStream]) -> Iterator[None]:
+    """Close the streams on every path out, the first one first: the other ranks gather in that order."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            for stream in streams:
+                stream.close()
+        except Exception as late:
+            error.add_note(f"while the other trainer ranks were let go: {type(late).__name__}: {late}")
+        raise
+    for stream in streams:
+        stream.close()
 
 
 def _fence(device: torch.device, group: SyncGroup) -> None:

@@ -34,7 +34,7 @@ from twinkle_ray.errors import ManifestMismatch, NotAgreed
 from twinkle_ray.landing import Step
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.plan import Chunk, plan_chunks
-from twinkle_ray.sinks import LoadReport, Sink
+from twinkle_ray.sinks import LoadReport, Receiver
 from twinkle_ray.sources import TensorStream
 
 _STAGED = 2
@@ -79,7 +79,7 @@ def send(
     """
     plan = _plan(manifest, bucket_size)
     chunks = plan.chunks
-    operation.steps = len(chunks)
+    operation.step, operation.steps = 0, len(chunks)
     flight = _Flight(group, operation)
     room = _STAGED * bucket_size + plan.largest
     device = getattr(tensors, "device", None)
@@ -134,11 +134,22 @@ def send(
 
 
 def receive(
-    group: SyncGroup, sink: Sink, manifest: Manifest, bucket_size: int, operation: Operation, source: int = 0
+    group: SyncGroup,
+    sink: Receiver,
+    manifest: Manifest,
+    bucket_size: int,
+    operation: Operation,
+    source: int = 0,
+    *,
+    last: bool = True,
 ) -> LoadReport:
-    """Receive the manifest's tensors from rank ``source`` into the sink."""
+    """Receive the manifest's tensors from rank ``source`` into the sink.
+
+    Args:
+        last: nothing follows in this operation.
+    """
     chunks = _plan(manifest, bucket_size).chunks
-    operation.steps = len(chunks)
+    operation.step, operation.steps = 0, len(chunks)
     device = wire_device(group, sink.device)
     flight = _Flight(group, operation)
     metas = manifest.tensors
@@ -168,7 +179,8 @@ def receive(
         step = landing.steps[operation.step]
         if step.completes or step.slot.nbytes:
             with operation.timed("load"):
-                operation.touch()
+                if sink.live:
+                    operation.touch()
                 if step.slot.nbytes:
                     step.scatter(slots.popleft())
                 # one of size zero has had no segment to make a buffer for
@@ -196,7 +208,8 @@ def receive(
                 if step.live or (step.staged and sink.in_place):
                     operation.touch()
                 flight.launch(fill(step), src=source, frees=step.ends_nbytes)
-        operation.launched.set()
+        if last:
+            operation.launched.set()
         while flight.chunks:
             land()
         with operation.timed("wire"):

@@ -90,6 +90,11 @@ class Contents(Enum):
     MIXED = "mixed"  # a sync failed after its first byte; only a full sync heals it
 
 
+PLAIN = "plain"
+MERGED = "merged"
+"""Kinds of a base: as it is, or with LoRA adapters merged into it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStatus:
     """What a rollout says of itself.
@@ -105,6 +110,11 @@ class RolloutStatus:
         step, steps: chunks moved by the running sync.
         devices: per worker ``(type, id)``; known after ``prepare``.
         pid: of the actor's process.
+        base: ``plain``, or ``merged`` with adapters of the trainer; ``""`` before the first sync.
+        base_id: the :class:`TrainerStatus`'s of that plain base, when it was sent.
+        adapters: version by name of each LoRA adapter that is held; known after ``prepare``.
+        default_adapter: the one that requests are served with which name none; ``None``: the base.
+        lora: what a vLLM engine can hold, see :func:`twinkle_ray.vllm.adapters.lora_facts`; empty for a module.
     """
 
     kind: str
@@ -118,6 +128,11 @@ class RolloutStatus:
     steps: int = 0
     devices: tuple[tuple[str, str], ...] = ()
     pid: int = 0
+    base: str = ""
+    base_id: str = ""
+    adapters: dict[str, int] = field(default_factory=dict)
+    default_adapter: str | None = None
+    lora: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +145,10 @@ class TrainerStatus:
         device: ``(type, id)`` of its parameters.
         group: name of the sync group it is in and nothing is known against, ``""`` if none.
         pid: of the actor's process.
+        adapters: names of its LoRA adapters.
+        active: of those that its forward pass uses now.
+        base_id: of its frozen base: another one if any tensor of that was written or replaced since (but for writes
+            through ``tensor.data``, which torch does not count). ``""`` without adapters.
     """
 
     digest: str
@@ -138,6 +157,9 @@ class TrainerStatus:
     device: tuple[str, str]
     group: str
     pid: int
+    adapters: tuple[str, ...] = ()
+    active: tuple[str, ...] = ()
+    base_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +200,8 @@ class SyncReport:
         replicas: one record per rollout.
         sender: seconds of the first trainer's parts: ``fence`` (what was on its device had to end), ``gather``,
             ``wire``.
+        base: kind of the base that was sent, ``plain`` or ``merged``; ``""`` if none was.
+        adapter: name of the LoRA adapter that was sent.
     """
 
     version: int
@@ -188,6 +212,8 @@ class SyncReport:
     phases: dict[str, float]
     replicas: tuple[ReplicaReport, ...]
     sender: dict[str, float] = field(default_factory=dict)
+    base: str = ""
+    adapter: str | None = None
 
     @property
     def gb_per_s(self) -> float:
@@ -196,8 +222,9 @@ class SyncReport:
 
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in self.phases.items())
+        adapter = f", adapter {self.adapter!r}" + (" and base" if self.base else "") if self.adapter else ""
         return (
-            f"sync v{self.version} [{self.mode}]: {self.tensors} tensors, {self.nbytes / 1e6:.2f} MB to "
+            f"sync v{self.version} [{self.mode}{adapter}]: {self.tensors} tensors, {self.nbytes / 1e6:.2f} MB to "
             f"{len(self.replicas)} rollout(s) in {self.seconds * 1e3:.1f} ms, {self.gb_per_s:.2f} GB/s (ms: {phases})"
         )
 

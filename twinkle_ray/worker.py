@@ -9,20 +9,51 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from twinkle_ray.backends import end_group, identity
+from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.endpoint import Endpoint, Operation
 from twinkle_ray.errors import NotAgreed, SyncError, TwinkleRayError, mismatch
 from twinkle_ray.manifest import Manifest
-from twinkle_ray.sinks import Sink
+from twinkle_ray.sinks import LoadReport, Sink, StagedSink
 from twinkle_ray.stream import receive_frame, send_frame
 from twinkle_ray.transfer import receive
 from twinkle_ray.types import Deadline, OpState, OpStatus, Rendezvous
 
 _MANIFESTS_KEPT = 4
+_ADAPTERS_KEPT = 64
 _LAUNCH_S = 0.2
+
+
+class AdapterHolder(Protocol):
+    """What holds LoRA adapters in one process, by name and version: :class:`twinkle_ray.vllm.adapters.Adapters` in a
+    vLLM worker, :class:`twinkle_ray.module_adapters.ModuleAdapters` beside a plain module. Says what each method does.
+    """
+
+    def check(self, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> None: ...
+
+    def register(
+        self,
+        name: str,
+        version: int,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        number: int | None = None,
+    ) -> None: ...
+
+    def attach(self, name: str, path: str, version: int = 0, number: int | None = None) -> None: ...
+
+    def remove(self, name: str) -> bool: ...
+
+    def entries(self) -> dict[str, Any]: ...
+
+    def restore(self) -> list[str]: ...
 
 
 class WorkerSide:
@@ -30,16 +61,25 @@ class WorkerSide:
 
     Args:
         sink: how tensors come into this process's parameters.
+        holder: gives what holds LoRA adapters beside those parameters; asked when the first one comes.
         index: which of the rollout's workers this is.
     """
 
-    def __init__(self, sink: Sink, index: int = 0) -> None:
+    def __init__(self, sink: Sink, holder: Callable[[], AdapterHolder], index: int = 0) -> None:
         self.sink = sink
         self.index = index
         self.endpoint = Endpoint(sink.device)
         self._operation: Operation | None = None
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
+        self._adapter_manifests: OrderedDict[str, Manifest] = OrderedDict()
+        self._received: dict[str, torch.Tensor] = {}
+        self._holder = holder
         self._last: Manifest | None = None
+
+    @property
+    def adapters(self) -> AdapterHolder:
+        """What holds this process's adapters."""
+        return self._holder()
 
     def describe(self) -> dict[str, Any]:
         """Facts about this process: ``device_type``, ``device_id``, ``group`` (its sync group's name while nothing is
@@ -56,26 +96,35 @@ class WorkerSide:
         """Compare the trainer's manifest (JSON form) with what is held here; the ``Agreement`` as a dict."""
         return asdict(self.sink.agree(Manifest.from_json(manifest)))
 
+    def check_adapter(self, config: dict[str, Any], manifest: list[Any]) -> None:
+        """Whether an adapter of this configuration and manifest (JSON form) can be held here. Changes nothing.
+
+        Raises:
+            UnsupportedModel, ManifestMismatch: it cannot.
+        """
+        self.adapters.check(config, {meta.name: meta for meta in Manifest.from_json(manifest)})
+
     def remember(self, manifest: list[Any]) -> None:
         """Keep the agreed manifest (JSON form, wire dtypes) for later syncs, which name it by its digest."""
-        agreed = Manifest.from_json(manifest)
-        self._manifests[agreed.digest] = agreed
-        while len(self._manifests) > _MANIFESTS_KEPT:
-            self._manifests.popitem(last=False)
+        _keep(self._manifests, Manifest.from_json(manifest), _MANIFESTS_KEPT)
 
-    def receive(self, digest: str, bucket_size: int, timeout_s: float) -> None:
-        """Start to receive one sync of the remembered manifest.
+    def remember_adapter(self, manifest: list[Any]) -> None:
+        """:meth:`remember` for the manifest of an adapter, of which there are more and smaller ones."""
+        _keep(self._adapter_manifests, Manifest.from_json(manifest), _ADAPTERS_KEPT)
+
+    def receive(self, digest: str | None, bucket_size: int, timeout_s: float, adapter: str | None = None) -> None:
+        """Start to receive one sync of the remembered manifest, of a remembered adapter's, or of one after the other.
 
         Returns when all is launched, or soon: whatever this thread does next, in Python, would hold the launches up.
+        An adapter is held back until :meth:`settle_adapters`.
 
         Raises:
             NotAgreed: no manifest of this digest was agreed here. The operation itself: this process is in no group, or
                 in one that is not sound any more, or its model has changed.
         """
         self._operation = None
-        manifest = self._manifests.get(digest)
-        if manifest is None:
-            raise NotAgreed(f"no manifest {digest} was agreed with this worker", phase="transfer")
+        manifest = _kept(self._manifests, digest)
+        alone = _kept(self._adapter_manifests, adapter)
 
         def work(operation: Operation) -> dict[str, Any]:
             group = operation.group
@@ -83,14 +132,17 @@ class WorkerSide:
                 raise NotAgreed("this worker is in no sync group", phase="transfer")
             if group.failure is not None:
                 raise NotAgreed(f"this worker's group broke since the last sync: {group.failure}", phase="transfer")
-            self._last = manifest
-            return asdict(receive(group, self.sink, manifest, bucket_size, operation))
+            return self._receive(operation, group, manifest, alone, bucket_size)
 
         self._operation = self.endpoint.start("transfer", work, Deadline.after(timeout_s))
         self._operation.launched.wait(min(_LAUNCH_S, timeout_s))
 
-    def receive_announced(self, timeout_s: float) -> None:
-        """Start to receive one sync whose manifest comes first on the group itself (see :func:`announce`)."""
+    def receive_announced(self, timeout_s: float, base_id: str | None = None) -> None:
+        """Start to receive one sync whose manifests come first on the group itself (see :func:`announce`).
+
+        Args:
+            base_id: of the plain base that is held here, to which an adapter may be added; ``None``: of no such.
+        """
         self._operation = None
 
         def work(operation: Operation) -> dict[str, Any]:
@@ -98,15 +150,76 @@ class WorkerSide:
             if group is None:
                 raise SyncError("this worker is in no sync group", phase="transfer")
             content = receive_frame(group, 0, operation.deadline)
-            manifest = Manifest.from_json(content.get("manifest"))
-            problems = self.sink.agree(manifest).problems
-            if problems:
-                raise mismatch(problems, "this rollout")
-            self._last = manifest
-            bucket_size = int(content.get("bucket_size", 0))
-            return asdict(receive(group, self.sink, manifest, bucket_size, operation))
+            base, adapter = content.get("base"), content.get("adapter")
+            manifest = alone = None
+            if base is not None:
+                manifest = Manifest.from_json(base.get("manifest"))
+                problems = self.sink.agree(manifest).problems
+                if problems:
+                    raise mismatch(problems, "this rollout")
+            if adapter is not None:
+                alone = Manifest.from_json(adapter.get("manifest"))
+                self.check_adapter(adapter["config"], adapter["manifest"])
+                if base is None and adapter["base_id"] != base_id:
+                    raise SyncError(
+                        f"adapter {adapter['name']!r} comes alone, but this rollout does not hold the plain base that "
+                        "it belongs to; send the base again",
+                        phase="transfer",
+                    )
+            result = self._receive(operation, group, manifest, alone, int(content.get("bucket_size", 0)))
+            result["base"] = base and {"kind": str(base["kind"]), "base_id": str(base["base_id"])}
+            result["adapter"] = adapter and {"name": str(adapter["name"]), "config": adapter["config"]}
+            return result
 
         self._operation = self.endpoint.start("transfer", work, Deadline.after(timeout_s))
+
+    def _receive(
+        self,
+        operation: Operation,
+        group: SyncGroup,
+        manifest: Manifest | None,
+        alone: Manifest | None,
+        bucket_size: int,
+    ) -> dict[str, Any]:
+        self._received = {}
+        reports = []
+        if manifest is not None:
+            self._last = manifest
+            reports.append(receive(group, self.sink, manifest, bucket_size, operation, last=alone is None))
+        if alone is not None:
+            staged = StagedSink(self.sink.device)
+            reports.append(receive(group, staged, alone, bucket_size, operation))
+            self._received = staged.tensors
+        return asdict(
+            LoadReport(
+                path=", ".join(dict.fromkeys(report.path for report in reports)),
+                tensors=sum(report.tensors for report in reports),
+                nbytes=sum(report.nbytes for report in reports),
+                direct_bytes=sum(report.direct_bytes for report in reports),
+                seconds=reports[-1].seconds,
+            )
+        )
+
+    def settle_adapters(self, base: bool, remove: list[str], register: dict[str, Any] | None) -> None:
+        """What follows a receive, while no request runs.
+
+        Args:
+            base: whether a base was received, which may have dropped what was held beside it.
+            remove: names of adapters to let go of.
+            register: ``name``, ``version``, ``config`` and ``number`` of the adapter that was received; ``None``: none.
+
+        Raises:
+            SyncError: it could not be registered; what was held of that name is held on.
+        """
+        received, self._received = self._received, {}
+        for name in remove:
+            self.adapters.remove(name)
+        if base:
+            self.adapters.restore()
+        if register is not None:
+            self.adapters.register(
+                register["name"], register["version"], register["config"], received, number=register["number"]
+            )
 
     def poll(self, wait_s: float = 0.0) -> dict[str, Any]:
         """Status of the last started operation, after at most ``wait_s`` seconds; see :func:`unpack_status`."""
@@ -143,9 +256,29 @@ class WorkerSide:
         self.endpoint.leave()
 
 
-def announce(operation: Operation, group: Any, manifest: Manifest, bucket_size: int) -> None:
-    """The sender's half of :meth:`WorkerSide.receive_announced`: the manifest itself, in band."""
-    send_frame(group, 0, {"manifest": manifest.as_json(), "bucket_size": bucket_size}, operation.deadline)
+def announce(operation: Operation, group: SyncGroup, content: dict[str, Any]) -> None:
+    """The sender's half of :meth:`WorkerSide.receive_announced`: what comes, in band.
+
+    Args:
+        content: ``bucket_size``; ``base`` with its ``manifest``, ``kind`` and ``base_id``, or ``None``; ``adapter``
+            with its ``name``, ``config``, ``manifest`` and the ``base_id`` that it belongs to, or ``None``.
+    """
+    send_frame(group, 0, content, operation.deadline)
+
+
+def _keep(kept: OrderedDict[str, Manifest], manifest: Manifest, most: int) -> None:
+    kept[manifest.digest] = manifest
+    kept.move_to_end(manifest.digest)
+    while len(kept) > most:
+        kept.popitem(last=False)
+
+
+def _kept(kept: OrderedDict[str, Manifest], digest: str | None) -> Manifest | None:
+    if digest is None:
+        return None
+    if digest not in kept:
+        raise NotAgreed(f"no manifest {digest} was agreed with this worker", phase="transfer")
+    return kept[digest]
 
 
 def device_facts(device: Any) -> dict[str, Any]:

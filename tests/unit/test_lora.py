@@ -357,8 +357,8 @@ class TestTied:
         assert torch.equal(sent[f"{other}.weight"], base)
         assert torch.equal(sent[f"{adapted}.weight"], base + layer.get_delta_weight("default"))
         assert not torch.equal(sent["embed.weight"], sent["head.weight"])
-        source.merge = False
-        assert source.manifest() == manifest
+        source.merge = False  # the frozen pair is one again, as a tied engine wants it
+        assert ("embed.weight", "head.weight") in [meta.names for meta in source.manifest()]
         assert torch.equal(taken(source)["head.weight"], base)
         assert torch.equal(taken(source)["embed.weight"], base)
 

@@ -78,9 +78,25 @@ class FakeTarget:
 
     async def wake_up(self, tags: list[str] | None) -> None: ...
 
+    default_adapter: str | None = None
+    held: dict[str, int]
+
+    def lora_facts(self) -> dict[str, Any]:
+        return {}
+
+    def next_adapter_number(self) -> int:
+        return 1
+
+    def set_default_adapter(self, name: str | None) -> None:
+        self.default_adapter = name
+
+    async def learn_adapters(self, *, timeout_s: float) -> dict[str, int]:
+        return dict(self.held)
+
 
 def receive(timeout_s: float = 5.0) -> dict[str, Any]:
-    return {"digest": "d", "version": 3, "bucket_size": 8, "timeout_s": timeout_s}
+    base = {"digest": "d", "kind": "plain", "base_id": "", "manifest": None}
+    return {"base": base, "version": 3, "bucket_size": 8, "timeout_s": timeout_s}
 
 
 def end_of(rollout: Serving, key: str, seconds: float = 5.0) -> OpStatus:

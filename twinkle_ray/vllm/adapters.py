@@ -165,20 +165,9 @@ class Adapters:
         self._held[name] = _Held(version=version, number=number, model=model)
 
     def attach(self, name: str, path: str, version: int = 0, number: int | None = None) -> None:
-        """:meth:`register` what peft's ``save_pretrained`` wrote into a directory. Each worker reads it once, now.
-
-        Raises:
-            ConfigError: no adapter is there.
-            UnsupportedModel: besides what :meth:`check` refuses, an adapter whose initialisation changes the base
-                weights (PiSSA and its kin): in a file it belongs to a base that this engine does not have.
-        """
-        config, tensors = read(path)
-        init = str(config.get("init_lora_weights")).lower()
-        if init.startswith(_CHANGES_BASE):
-            raise UnsupportedModel(
-                f"the adapter in {path} was initialised by {init}, which changes the base weights; save it with peft's "
-                "path_initial_model_for_weight_conversion"
-            )
+        """:meth:`register` what peft's ``save_pretrained`` wrote into a directory; see :func:`read_frozen`. Each worker
+        reads it once, now."""
+        config, tensors = read_frozen(path)
         self.register(name, version, config, tensors, number=number)
 
     def remove(self, name: str) -> bool:
@@ -366,6 +355,23 @@ def read(path: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         return config, torch.load(folder / "adapter_model.bin", map_location="cpu", weights_only=True)
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"no adapter can be read from {path}: {error}") from error
+
+
+def read_frozen(path: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """:func:`read` for an adapter on the base that everybody has.
+
+    Raises:
+        ConfigError: as :func:`read`.
+        UnsupportedModel: its initialisation changes the base weights (PiSSA and its kin), so it belongs to another one.
+    """
+    config, tensors = read(path)
+    init = str(config.get("init_lora_weights")).lower()
+    if init.startswith(_CHANGES_BASE):
+        raise UnsupportedModel(
+            f"the adapter in {path} was initialised by {init}, which changes the base weights; save it with peft's "
+            "path_initial_model_for_weight_conversion"
+        )
+    return config, tensors
 
 
 def lora_arguments(*configs: Mapping[str, Any], max_loras: int | None = None) -> dict[str, Any]:

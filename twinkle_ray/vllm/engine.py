@@ -99,6 +99,11 @@ class _Adapters:
         """
         return self.served.request(name)
 
+    @property
+    def default_adapter(self) -> str | None:
+        """Name of the adapter that serves requests which name none; ``None``: the base."""
+        return self.served.default
+
     def set_default_adapter(self, name: str | None) -> None:
         """Serve requests that name no adapter with this one, in whichever version is present; ``None``: with the base.
 

@@ -61,6 +61,7 @@ class EngineSink:
     """
 
     in_place = False
+    live = True
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
