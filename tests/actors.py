@@ -78,9 +78,10 @@ class Probed:
 
     def logits(self) -> torch.Tensor:
         """Of some tokens, by the model's own forward pass."""
+        tokens = torch.arange(12).reshape(2, 6).to(next(self.model.parameters()).device)
         with torch.no_grad():
-            found: torch.Tensor = self.model.eval()(torch.arange(12).reshape(2, 6))
-        return found
+            found: torch.Tensor = self.model.eval()(tokens)
+        return found.cpu()
 
     def things(self) -> dict[str, int]:
         return open_things()

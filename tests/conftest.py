@@ -24,6 +24,8 @@ _DEFAULTS = {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
+    # torch asks the name server for the name of each address that a store connects to; a lost packet costs 5 s.
+    "RES_OPTIONS": "timeout:1 attempts:1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "twinkle_ray_tests" / "vllm"),
     "HF_HUB_OFFLINE": "1",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import platform
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from tests.ascend.test_hccl_group import MIXED, exchange, leave
 from tests.unit.members import Seat, introduce, results
 from twinkle_ray.backends import hccl
 
-pyhccl: Any = pytest.importorskip("pyhccl", reason="PyPI has pyhccl for x86-64 only")
+if platform.machine() != "x86_64":
+    pytest.skip("PyPI has pyhccl for x86-64 only", allow_module_level=True)
+pyhccl: Any = importlib.import_module("pyhccl")
 
 TYPES = {
     "buf": ctypes.c_void_p,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.actors import Rollout, Trainer, TrainerBase
-from tests.ray import test_lora, test_sync
+from tests.ray import test_adapters, test_lora, test_sync
 from tests.ray.test_sync import get
 from twinkle_ray import CheckpointEngineManager
 
@@ -24,6 +24,10 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
         pytest.param(test_sync.test_rollouts_follow_the_trainer_bit_for_bit, id="plain"),
         pytest.param(
             partial(test_lora.test_rollouts_hold_what_pefts_merge_makes_after_every_sync, config={}), id="lora"
+        ),
+        pytest.param(
+            partial(test_adapters.test_after_each_call_rollouts_compute_what_the_trainer_computes, sequence="TFF"),
+            id="adapter alone",
         ),
         pytest.param(
             partial(test_sync.test_an_actor_killed_in_mid_transfer_is_named_and_the_others_go_on, victim="trainer"),
