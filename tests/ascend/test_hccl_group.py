@@ -133,6 +133,28 @@ def test_each_order_of_streams_is_needed(library: Path, removed: str, seen: tupl
         assert results(people)[1] == seen
 
 
+def read_elsewhere(seat: Seat) -> tuple[bool, bool]:
+    """Whether the tensors are filled when a wait returns, for a reader whom no stream keeps waiting."""
+    import torch_npu
+
+    group: Any = seat.group()
+    right = []
+    for wait in (lambda: group.settle(Deadline.after(20), 0), lambda: group.synchronize(Deadline.after(20))):
+        views = [torch.full((size,), seat.rank, dtype=torch.uint8, device="npu") for size in (100, 70_000)]
+        group.broadcast_many(views, src=1)
+        torch.npu._sleep(300)  # type: ignore[attr-defined]
+        wait()
+        right.append(all(bool((torch_npu.on_cpu(view) == 1).all()) for view in views))
+    leave(group)
+    return right[0], right[1]
+
+
+def test_a_wait_ends_when_the_tensors_are_filled(library: Path) -> None:
+    with npus(library, read_elsewhere, 2) as people:
+        introduce(people)
+        assert results(people) == [(True, True)] * 2
+
+
 # Failures
 
 

@@ -179,6 +179,7 @@ class HcclGroup(StreamGroup):
         super().__init__(world_size, rank, group_name)
         self._flight: deque[_Piece] = deque()
         self._launches = 0
+        self._copied: Any = None  # an event behind the last copy out of a piece
         self._burial: _Burial | None = None
 
     @classmethod
@@ -247,7 +248,10 @@ class HcclGroup(StreamGroup):
         self._check_views(views)
         self._check()
         self._launches += 1
-        for parts in pieces([as_bytes(view) for view in views if view.numel()], PIECE):
+        flat = [
+            view if view.dtype is torch.uint8 and view.dim() == 1 else as_bytes(view) for view in views if view.numel()
+        ]
+        for parts in pieces(flat, PIECE):
             while len(self._flight) >= IN_FLIGHT:
                 self._land(Deadline.after(self.op_timeout_s))
             with self._here():
@@ -277,14 +281,16 @@ class HcclGroup(StreamGroup):
         while self._flight:
             self._land(deadline)
         self._await(self._mark(), deadline)
+        self._await_copies(deadline)
 
     def settle(self, deadline: Deadline, leave: int) -> None:
         self._check_failure()
         while self._flight and self._flight[0].launch <= self._launches - leave:
             self._land(deadline)
+        self._await_copies(deadline)
 
     def _land(self, deadline: Deadline) -> None:
-        """Wait for the oldest piece and put it where it belongs."""
+        """Wait for the oldest piece and send it to where it belongs."""
         piece = self._flight[0]
         self._await(piece.event, deadline)
         if piece.targets:
@@ -292,15 +298,21 @@ class HcclGroup(StreamGroup):
                 torch._foreach_copy_(
                     list(piece.targets), list(torch.split(piece.memory, [len(target) for target in piece.targets]))
                 )
+                self._copied = self._runtime.Event()
+                self._copied.record()
         self._flight.popleft()
 
-    def _await(self, event: Any, deadline: Deadline) -> None:
-        super()._await(event, deadline)
-        try:
-            self._stream.query()  # a collective that was ended by force leaves its event done and its stream broken
-        except RuntimeError as error:
-            ended = RuntimeError(f"the NPU ended a collective, as after HCCL_EXEC_TIMEOUT: {error}")
-            raise self._broken(ended) from error
+    def _await_copies(self, deadline: Deadline) -> None:
+        """They are on the calling thread's stream, and whoever reads the tensors next may be on another one."""
+        if self._copied is not None:
+            self._poll(self._copied, deadline)
+            self._copied = None
+
+    def _check_stream(self) -> None:
+        self._stream.query()  # a collective that was ended by force leaves its event passed and its stream broken
+
+    def _stream_broke(self, error: Exception) -> TwinkleRayError:
+        return self._broken(RuntimeError(f"the NPU ended a collective, as after HCCL_EXEC_TIMEOUT: {error}"))
 
     def fence(self) -> None:
         with self._here():

@@ -89,6 +89,13 @@ class StreamGroup(SyncGroup):
     def _check_transport(self) -> None:
         """Raise if the communicator has met an error by itself; asked every few milliseconds of a wait."""
 
+    def _check_stream(self) -> None:
+        """Raise any error if our stream is broken though an event on it has passed."""
+
+    def _stream_broke(self, error: Exception) -> TwinkleRayError:
+        """What to raise for an error of the device."""
+        return self._fail_locally(error)
+
     def _here(self) -> AbstractContextManager[Any]:
         """The group's device as torch's current one in the calling thread."""
         device: AbstractContextManager[Any] = self._runtime.device(self.device)
@@ -159,11 +166,12 @@ class StreamGroup(SyncGroup):
                 self._poll(event, deadline)
                 # Work that an abort has ended looks done; the failure is set before it ends.
                 self._check_failure()
+                self._check_stream()
                 self._runtime.current_stream(self.device).wait_event(event)
         except TwinkleRayError:
             raise
         except Exception as error:
-            raise self._fail_locally(error) from error
+            raise self._stream_broke(error) from error
 
     def _poll(self, event: Any, deadline: Deadline) -> None:
         ask_at = time.monotonic() + _ASK_TRANSPORT_S

@@ -384,6 +384,11 @@ def _copy(source, target, non_blocking=False):
     return target
 
 
+def _copy_each(targets, sources, non_blocking=False):
+    for target, source in zip(targets, sources, strict=True):
+        _copy(source, target)
+
+
 @functools.cache
 def _only_looks(operation):
     """Whether it makes another view of its argument, which is no work for the device."""
@@ -428,6 +433,7 @@ for _name, _kernel in {
     "empty_strided": _empty_strided,
     "_copy_from": _copy,
     "_copy_from_and_resize": _copy,
+    "_foreach_copy_": _copy_each,
 }.items():
     _aten.impl(_name, _kernel, "PrivateUse1")
 # Made of other operations by torch, of which one resizes an output: a storage here has a fixed size.
