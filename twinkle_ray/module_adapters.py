@@ -72,6 +72,7 @@ class ModuleAdapters:
         tensors: Mapping[str, torch.Tensor],
         *,
         number: int | None = None,
+        digest: str | None = None,
     ) -> None:
         """Hold an adapter, in place of the version of this name that is held now; a configuration that differs from
         that one's is put in anew.

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -118,8 +118,11 @@ class Target(Protocol):
         """Serve requests that name no adapter with this one; ``None``: with the base."""
         ...
 
-    async def learn_adapters(self, *, timeout_s: float) -> dict[str, int]:
-        """Ask the workers which adapters they hold: version by name. Raises SyncError if they do not agree."""
+    async def learn_adapters(
+        self, *, timeout_s: float, answers: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, int]:
+        """Which adapters the workers hold, which are asked unless they have answered: version by name. Raises SyncError
+        if they do not agree."""
         ...
 
 
@@ -148,7 +151,9 @@ class ModuleTarget:
     def set_default_adapter(self, name: str | None) -> None:
         self._adapters.choose(name)
 
-    async def learn_adapters(self, *, timeout_s: float) -> dict[str, int]:
+    async def learn_adapters(
+        self, *, timeout_s: float, answers: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, int]:
         return {name: version for name, (version, _) in self._adapters.entries()["held"].items()}
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
@@ -226,6 +231,7 @@ class _Coming:
     name: str
     config: dict[str, Any]
     default: bool
+    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,7 +578,8 @@ class Serving:
                     self._configs.popitem(last=False)
             if adapter["digest"] not in self._configs:
                 await self._give_up(f"adapter {adapter['name']!r} was not agreed with this rollout")
-            one = _Coming(adapter["name"], self._configs[adapter["digest"]], default=adapter["default"])
+            config = self._configs[adapter["digest"]]
+            one = _Coming(adapter["name"], config, default=adapter["default"], digest=adapter["digest"])
         wire = base and base["digest"], bucket_size
         settled = _Settled(base["kind"] if base else None, base["base_id"] if base else "", one)
         return await self._update(
@@ -692,11 +699,17 @@ class Serving:
         register = None
         if coming is not None:
             number = self.target.next_adapter_number()
-            register = {"name": coming.name, "version": version, "config": coming.config, "number": number}
+            register = {
+                "name": coming.name,
+                "version": version,
+                "config": coming.config,
+                "number": number,
+                "digest": coming.digest,
+            }
         if remove:
             self.target.set_default_adapter(None)
         try:
-            await self.target.call("settle_adapters", bool(came.base), remove, register, timeout_s=60.0)
+            answers = await self.target.call("settle_adapters", bool(came.base), remove, register, timeout_s=60.0)
         except Exception:
             held: dict[str, int] = {}
             with contextlib.suppress(Exception):
@@ -705,7 +718,7 @@ class Serving:
             if held == before:
                 self.target.set_default_adapter(default)
             raise
-        self._adapters = await self.target.learn_adapters(timeout_s=10.0)
+        self._adapters = await self.target.learn_adapters(timeout_s=10.0, answers=answers)
         if coming is not None and coming.default:
             self.target.set_default_adapter(coming.name)
         running.seconds["adapter"] = time.perf_counter() - start

@@ -45,6 +45,7 @@ class AdapterHolder(Protocol):
         tensors: Mapping[str, torch.Tensor],
         *,
         number: int | None = None,
+        digest: str | None = None,
     ) -> None: ...
 
     def attach(self, name: str, path: str, version: int = 0, number: int | None = None) -> None: ...
@@ -200,13 +201,17 @@ class WorkerSide:
             )
         )
 
-    def settle_adapters(self, base: bool, remove: list[str], register: dict[str, Any] | None) -> None:
+    def settle_adapters(self, base: bool, remove: list[str], register: dict[str, Any] | None) -> dict[str, Any]:
         """What follows a receive, while no request runs.
 
         Args:
             base: whether a base was received, which may have dropped what was held beside it.
             remove: names of adapters to let go of.
-            register: ``name``, ``version``, ``config`` and ``number`` of the adapter that was received; ``None``: none.
+            register: ``name``, ``version``, ``config``, ``number`` and ``digest`` (or ``None``) of the adapter that was
+                received; ``None``: none.
+
+        Returns:
+            What is held then, see :meth:`twinkle_ray.vllm.adapters.Adapters.entries`.
 
         Raises:
             SyncError: it could not be registered; what was held of that name is held on.
@@ -218,8 +223,14 @@ class WorkerSide:
             self.adapters.restore()
         if register is not None:
             self.adapters.register(
-                register["name"], register["version"], register["config"], received, number=register["number"]
+                register["name"],
+                register["version"],
+                register["config"],
+                received,
+                number=register["number"],
+                digest=register["digest"],
             )
+        return self.adapters.entries()
 
     def poll(self, wait_s: float = 0.0) -> dict[str, Any]:
         """Status of the last started operation, after at most ``wait_s`` seconds; see :func:`unpack_status`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,39 @@ class TenantsTrainer(AdaptedTrainer):
 Tenants = ray.remote(num_cpus=0.1)(TenantsTrainer)
 
 
+@pytest.fixture(scope="module")
+def pool(ray_cluster: str) -> Iterator[dict[Any, list[Any]]]:
+    """Idle actors by class: one that imports PEFT takes seconds to start."""
+    idle: dict[Any, list[Any]] = {}
+    yield idle
+    for actor in (actor for same in idle.values() for actor in same):
+        ray.kill(actor)
+
+
+@pytest.fixture
+def actors(pool: dict[Any, list[Any]]) -> Iterator[Any]:
+    """``make(kind, *args, **kwargs)`` makes an actor anew, in a process that may have been one before."""
+    made: list[tuple[Any, Any]] = []
+
+    def make(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        idle = pool.setdefault(kind, [])
+        if idle:
+            actor = idle.pop()
+            get(actor.call.remote(lambda one: one.__init__(*args, **kwargs)))
+        else:
+            actor = kind.remote(*args, **kwargs)
+        made.append((kind, actor))
+        return actor
+
+    yield make
+    for kind, actor in reversed(made):  # rollouts leave a group before its rank 0 does
+        try:
+            ray.get(actor.finalize_checkpoint_engine.remote(True), timeout=10)
+        except ray.exceptions.RayError:
+            continue
+        pool[kind].append(actor)
+
+
 def logits_of(rollout: Probed, name: str) -> torch.Tensor:
     """With an adapter that is not the default one."""
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -88,13 +121,14 @@ def count_bytes(actor: Any) -> None:
     """Count what this process hands to its groups."""
     from twinkle_ray.backends.gloo import GlooGroup
 
-    launch = GlooGroup.broadcast_many
     actor.moved = 0
+    launch = getattr(GlooGroup.broadcast_many, "counts", GlooGroup.broadcast_many)
 
     def counted(group: Any, views: Any, *args: Any, **kwargs: Any) -> Any:
         actor.moved += sum(view.nbytes for view in views)
         return launch(group, views, *args, **kwargs)
 
+    counted.counts = launch  # type: ignore[attr-defined]
     GlooGroup.broadcast_many = counted  # type: ignore[method-assign]
 
 

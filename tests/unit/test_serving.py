@@ -90,7 +90,7 @@ class FakeTarget:
     def set_default_adapter(self, name: str | None) -> None:
         self.default_adapter = name
 
-    async def learn_adapters(self, *, timeout_s: float) -> dict[str, int]:
+    async def learn_adapters(self, *, timeout_s: float, answers: Any = None) -> dict[str, int]:
         return dict(self.held)
 
 

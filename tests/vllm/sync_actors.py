@@ -128,6 +128,74 @@ class Trainer(TrainActorMixin):
         return value.item()
 
 
+class AdaptedTrainer(Trainer):
+    """Holds a Hugging Face model under LoRA adapters of PEFT."""
+
+    def adapt(self, checkpoint: Path, **adapters: dict[str, Any]) -> None:
+        """Make it anew, with these adapters by name. The first one is active, and all of them do something."""
+        import peft
+
+        self.model = None
+        self.load(checkpoint)
+        for name, config in adapters.items():
+            if isinstance(self.model, peft.PeftModel):
+                self.model.add_adapter(name, peft.LoraConfig(**config))
+            else:
+                self.model = peft.get_peft_model(self.model, peft.LoraConfig(**config), adapter_name=name)
+        self.model.eval()
+        self.move(1, *adapters)
+
+    def move(self, seed: int, *names: str) -> None:
+        """Give adapters other values."""
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for key, value in self.model.named_parameters():
+                if any(f".{name}." in f"{key}." for name in names):
+                    if "lora_A" in key or "lora_embedding_A" in key:
+                        value.copy_(torch.randn_like(value) / value.shape[0] ** 0.5)
+                    elif "lora_B" in key or "lora_embedding_B" in key:
+                        value.copy_(0.08 * torch.randn_like(value))
+
+    def greedy_of(self, adapter: str | None, prompts: list[str], new_tokens: int) -> list[list[int]]:
+        """What PEFT's own forward pass generates with an adapter; ``None``: with the frozen base."""
+        if adapter is None:
+            with self.model.disable_adapter():
+                return self.greedy(prompts, new_tokens)
+        active = self.model.active_adapter
+        self.model.set_adapter(adapter)
+        found = self.greedy(prompts, new_tokens)
+        self.model.set_adapter(active)
+        return found
+
+    def save(self, folder: Path, adapter: str) -> None:
+        self.model.save_pretrained(folder, selected_adapters=[adapter])
+
+    def change_base(self) -> None:
+        """A step on the weights that no adapter touches."""
+        with torch.no_grad():
+            for name, value in self.model.named_parameters():
+                if "norm" in name:
+                    value.mul_(1.5)
+
+    def fail_at_launch(self, at: int) -> None:
+        """Once, in the middle of what is sent, when what went before has arrived."""
+        from twinkle_ray.backends.gloo import GlooGroup
+
+        launch = GlooGroup.broadcast_many
+        left = at
+
+        def failing(group: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                GlooGroup.broadcast_many = launch
+                time.sleep(0.3)
+                raise OSError("no more power")
+            return launch(group, *args, **kwargs)
+
+        GlooGroup.broadcast_many = failing
+
+
 class OddTrainer(Trainer):
     """Sends the model's state dict by a function of its own, in which something may be wrong.
 
@@ -180,8 +248,25 @@ class Rollout(RolloutActorMixin):
 
         self.llm = LLM(model=str(checkpoint), **ENGINE, **engine)
 
-    def generate(self, prompts: list[str], new_tokens: int) -> list[Answer]:
-        return [answer(o) for o in self.llm.generate(prompts, params(new_tokens), use_tqdm=False)]
+    def generate(self, prompts: list[str], new_tokens: int, adapter: str | None = None) -> list[Answer]:
+        how = {} if adapter is None else {"lora_request": self.lora_request(adapter)}
+        return [answer(o) for o in self.llm.generate(prompts, params(new_tokens), use_tqdm=False, **how)]
+
+    def loras(self) -> int:
+        """How many adapters vLLM itself says it has."""
+        return len(self.llm.llm_engine.list_loras())
+
+    def fail_to_register(self) -> None:
+        """Once, within vLLM, in this process."""
+        from vllm.lora.model_manager import LoRAModelManager
+
+        usual = LoRAModelManager.activate_adapter
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            LoRAModelManager.activate_adapter = usual
+            raise RuntimeError("no more memory")
+
+        LoRAModelManager.activate_adapter = failing
 
     def written(self) -> list[int]:
         return written(self.llm.llm_engine.output_processor)
@@ -203,9 +288,15 @@ class AsyncRollout(RolloutActorMixin):
         self.numbers = itertools.count()
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(checkpoint), **ENGINE, **engine))
 
-    async def generate(self, prompts: list[str], new_tokens: int) -> list[Answer]:
+    async def loras(self) -> int:
+        return len(await self.llm.list_loras())
+
+    async def generate(self, prompts: list[str], new_tokens: int, adapter: str | None = None) -> list[Answer]:
+        how = {} if adapter is None else {"lora_request": self.lora_request(adapter)}
+
         async def one(prompt: str) -> Answer:
-            async for output in self.llm.generate(prompt, params(new_tokens), f"request-{next(self.numbers)}"):
+            name = f"request-{next(self.numbers)}"
+            async for output in self.llm.generate(prompt, params(new_tokens), name, **how):
                 last = output
             return answer(last)
 

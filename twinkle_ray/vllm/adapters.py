@@ -16,6 +16,7 @@ import importlib
 import json
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from twinkle_ray.vllm.worker import device_of
 FIRST = 1 << 30
 """The least number of a version. vLLM keeps ids in 32 bits with a sign."""
 
+_CHECKED_KEPT = 64
 _STORE = "_twinkle_ray_adapters"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _LORA = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
@@ -91,6 +93,7 @@ class Adapters:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._held: dict[str, _Held] = {}
+        self._checked: OrderedDict[str, dict[str, _Part]] = OrderedDict()
         self.last = FIRST
 
     def check(self, config: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> None:
@@ -114,6 +117,7 @@ class Adapters:
         tensors: Mapping[str, torch.Tensor],
         *,
         number: int | None = None,
+        digest: str | None = None,
     ) -> None:
         """Hold an adapter, in place of the version of this name that is held now. Whole, or not at all: after any
         error what was held before is held and served as before.
@@ -125,6 +129,7 @@ class Adapters:
             tensors: see :meth:`check`; floating point, of any device, whole in each tensor-parallel worker. They are
                 copied (in the engine's LoRA dtype, on the device they are on) and may be overwritten afterwards.
             number: the version's number, the same in all workers of an engine; by default the next one of this worker.
+            digest: of configuration, names and shapes: what was found about them is kept under it, and not found again.
 
         Raises:
             UnsupportedModel, ManifestMismatch: see :meth:`check`.
@@ -134,7 +139,9 @@ class Adapters:
         number = self.last + 1 if number is None else number
         if number <= self.last:
             raise ConfigError(f"adapter number {number} was given before; the last one is {self.last}")
-        parts = self._parts(config, tensors)
+        parts = self._checked.get(digest) if digest is not None else None
+        if parts is None:
+            parts = self._parts(config, tensors)
         held, manager = self.held(), self._manager()
         if name not in held and len(held) >= manager.capacity:
             raise ConfigError(
@@ -163,6 +170,10 @@ class Adapters:
             finally:
                 self._forget_slots()
         self._held[name] = _Held(version=version, number=number, model=model)
+        if digest is not None:
+            self._checked[digest] = parts
+            while len(self._checked) > _CHECKED_KEPT:
+                self._checked.popitem(last=False)
 
     def attach(self, name: str, path: str, version: int = 0, number: int | None = None) -> None:
         """:meth:`register` what peft's ``save_pretrained`` wrote into a directory; see :func:`read_frozen`. Each worker

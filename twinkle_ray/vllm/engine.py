@@ -19,7 +19,7 @@ import inspect
 import queue
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from twinkle_ray.errors import PeerLost, ReplicaUnavailable, SyncError, SyncTimeout, UnsupportedActor, UnsupportedModel
@@ -114,13 +114,18 @@ class _Adapters:
             self.served.request(name)
         self.served.default = name
 
-    async def learn_adapters(self, *, timeout_s: float) -> dict[str, int]:
+    async def learn_adapters(
+        self, *, timeout_s: float, answers: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, int]:
         """Ask the workers what they hold: version by name.
+
+        Args:
+            answers: what each of them has said already (:meth:`twinkle_ray.vllm.adapters.Adapters.entries`).
 
         Raises:
             SyncError: they do not hold the same.
         """
-        self.served.take(await self.call("adapters.entries", timeout_s=timeout_s))
+        self.served.take(answers if answers is not None else await self.call("adapters.entries", timeout_s=timeout_s))
         return {name: version for name, (version, _) in self.served.held.items()}
 
     def next_adapter_number(self) -> int:
