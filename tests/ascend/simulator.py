@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.unit.members import Member, Seat, members
+from tests.unit.members import Seat, members
 
 STAND_IN = Path(__file__).resolve().parent / "stand_in"
 EXEC_MS = 1500
@@ -78,6 +78,3 @@ def turned(name: str, value: object) -> Iterator[None]:
         yield
     finally:
         knob(name)
-
-
-__all__ = ["EXEC_MS", "Member", "Seat", "build", "environment", "fake", "knob", "npus", "turned"]

@@ -5,6 +5,8 @@ import pytest
 import ray
 import torch
 from ray.util import collective
+from ray.util.collective.backend_registry import _global_registry, register_collective_backend
+from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from ray.util.collective.types import ReduceOp
 
 from twinkle_ray.backends import Meeting, create_group, destroy_group, register, unique_group_name
@@ -247,3 +249,18 @@ def test_registration_in_the_driver_is_idempotent(ray_cluster):
     register()
     assert collective.is_backend_available("TWINKLE_GLOO")
     assert not collective.is_backend_available("TWINKLE_NCCL")
+    assert not collective.is_backend_available("TWINKLE_HCCL")
+    assert _global_registry.is_registered("TWINKLE_HCCL")  # so it is known, and cannot work here
+
+
+def test_a_name_that_another_package_has_taken_is_left_to_it(ray_cluster):
+    class Other(BaseGroup):
+        @classmethod
+        def check_backend_availability(cls):
+            return True
+
+    if not _global_registry.is_registered("HCCL"):  # there is no way to take it back
+        register_collective_backend("HCCL", Other)
+    register()
+    assert _global_registry.get("HCCL") is not _global_registry.get("TWINKLE_HCCL")
+    assert issubclass(_global_registry.get("HCCL"), BaseGroup)

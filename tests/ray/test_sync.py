@@ -639,12 +639,12 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="in_flight is 'drop'"):
             manager.sync_weights(in_flight="drop")
 
-    @pytest.mark.parametrize("mode", ["nccl", "hccl"])
-    def test_a_transport_without_its_device(self, actors: Any, mode: str) -> None:
+    @pytest.mark.parametrize(("mode", "needs"), [("nccl", "cuda device"), ("hccl", "npu device.* torch_npu with CANN")])
+    def test_a_transport_without_its_device(self, actors: Any, mode: str, needs: str) -> None:
         rollout = actors(Rollout)
         before = get(rollout.digests.remote())
         manager = CheckpointEngineManager([actors(Trainer)], [rollout], weight_sync_mode=mode, timeout_s=30)
-        with pytest.raises(ConfigError, match=rf"weight_sync_mode='{mode}' needs every model on"):
+        with pytest.raises(ConfigError, match=rf"weight_sync_mode='{mode}' needs every model on a {needs}"):
             manager.sync_weights()
         assert get(rollout.digests.remote()) == before
 

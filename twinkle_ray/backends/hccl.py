@@ -166,11 +166,7 @@ def library() -> Library:
 
 
 class HcclGroup(StreamGroup):
-    """See :class:`~twinkle_ray.backends.streams.StreamGroup`.
-
-    Attributes:
-        device: set it before ``connect`` to use another NPU than torch's current one of the thread that connects.
-    """
+    """See :class:`~twinkle_ray.backends.streams.StreamGroup`."""
 
     name: ClassVar[str] = "TWINKLE_HCCL"
     device_type: ClassVar[str] = "npu"
@@ -315,8 +311,10 @@ class HcclGroup(StreamGroup):
         return self._broken(RuntimeError(f"the NPU ended a collective, as after HCCL_EXEC_TIMEOUT: {error}"))
 
     def fence(self) -> None:
+        """See the base class. While a collective that was given up is on the NPU this waits for the default and the
+        current stream only: a wait for the whole device would last as long as that."""
         with self._here():
-            if burials():  # to wait for the whole device would be to wait for what was given up
+            if burials():
                 self._runtime.default_stream().synchronize()
                 self._runtime.current_stream().synchronize()
             else:
