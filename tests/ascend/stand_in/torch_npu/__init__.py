@@ -12,7 +12,8 @@ Not like it, so that no test here says anything about it: kernels run at once on
 for the current stream, except a copy of one contiguous tensor into another, which runs on the stream; there is no
 device memory to run out of and no caching allocator (memory is kept while any stream is busy); a private format is a
 label without effect; views have a storage object of their own; ``.data`` takes no tensor of another device; no IPC
-handles, ``pin_memory``, ``autocast``, generators of the device, or fused ``npu_*`` kernels; the ``hccl`` backend of ``torch.distributed`` is Gloo underneath.
+handles, ``pin_memory``, ``autocast``, generators of the device, or fused ``npu_*`` kernels; the
+``hccl`` backend of ``torch.distributed`` is Gloo underneath.
 """
 
 from __future__ import annotations
