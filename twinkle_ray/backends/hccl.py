@@ -41,7 +41,6 @@ import torch
 from ray.util.collective import types as ray_types
 from torch._C._distributed_c10d import Store
 
-from twinkle_ray.backends.base import VERDICT_S
 from twinkle_ray.backends.operands import as_bytes
 from twinkle_ray.backends.streams import Kind, StreamGroup, published
 from twinkle_ray.errors import ConfigError, SyncTimeout, TwinkleRayError
@@ -320,16 +319,8 @@ class HcclGroup(StreamGroup):
             else:
                 self._runtime.synchronize()
 
-    def _blame(self, error: Exception) -> TwinkleRayError:
-        if isinstance(error, TwinkleRayError):
-            return error
-        if isinstance(error, HcclError) and error.code in _OTHERS_FAULT:
-            return self._broken(error)
-        if isinstance(error, HcclError) and self._failed.wait(VERDICT_S):
-            failure = self._raised()
-            assert failure is not None
-            return failure
-        return self._fail_locally(error)
+    def _is_peers_fault(self, error: Exception) -> bool | None:
+        return error.code in _OTHERS_FAULT if isinstance(error, HcclError) else None
 
     def _kind(self, dtype: torch.dtype, op: ray_types.ReduceOp) -> Kind:
         if dtype not in DTYPES:

@@ -26,7 +26,6 @@ import torch
 from ray.util.collective import types as ray_types
 from torch._C._distributed_c10d import Store
 
-from twinkle_ray.backends.base import VERDICT_S
 from twinkle_ray.backends.bounded import bounded
 from twinkle_ray.backends.streams import SLEEP_MAX_S, Kind, StreamGroup, published
 from twinkle_ray.errors import ConfigError, SyncTimeout, TwinkleRayError
@@ -152,15 +151,11 @@ class NcclGroup(StreamGroup):
         except (self._nccl.NcclError, KeyError) as error:
             raise self._blame(error) from error
 
-    def _blame(self, error: Exception) -> TwinkleRayError:
+    def _is_peers_fault(self, error: Exception) -> bool | None:
         """By NCCL's result code. cupy has no name for ncclRemoteError and stumbles over it with a KeyError."""
-        if isinstance(error, KeyError) or getattr(error, "status", None) in _OTHERS_FAULT:
-            return self._broken(error)
-        if isinstance(error, self._nccl.NcclError) and self._failed.wait(VERDICT_S):
-            failure = self._raised()  # the communicator was aborted under this call
-            assert failure is not None
-            return failure
-        return self._fail_locally(error)
+        if isinstance(error, self._nccl.NcclError):
+            return getattr(error, "status", None) in _OTHERS_FAULT
+        return True if isinstance(error, KeyError) else None
 
     def _kind(self, dtype: torch.dtype, op: ray_types.ReduceOp) -> Kind:
         if dtype not in _DTYPES:

@@ -20,7 +20,7 @@ import torch
 from ray.util.collective import types as ray_types
 from torch._C._distributed_c10d import Store
 
-from twinkle_ray.backends.base import SyncGroup
+from twinkle_ray.backends.base import VERDICT_S, SyncGroup
 from twinkle_ray.backends.operands import Operand, per_rank, single
 from twinkle_ray.backends.rendezvous import Meeting
 from twinkle_ray.errors import ConfigError, SyncError, SyncTimeout, TwinkleRayError
@@ -83,8 +83,21 @@ class StreamGroup(SyncGroup):
         """Raises ConfigError if the library cannot reduce this dtype."""
 
     @abstractmethod
+    def _is_peers_fault(self, error: Exception) -> bool | None:
+        """What the communication library says by this error; ``None``: it is not the library's."""
+
     def _blame(self, error: Exception) -> TwinkleRayError:
-        """What to raise for an error of the communication library: a peer's fault or our own."""
+        """What to raise for an error of a call into the communication library."""
+        if isinstance(error, TwinkleRayError):
+            return error
+        peers = self._is_peers_fault(error)
+        if peers:
+            return self._broken(error)
+        if peers is False and self._failed.wait(VERDICT_S):  # the group was given up under this call
+            failure = self._raised()
+            assert failure is not None
+            return failure
+        return self._fail_locally(error)
 
     def _check_transport(self) -> None:
         """Raise if the communicator has met an error by itself; asked every few milliseconds of a wait."""
