@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import Store
 
 from twinkle_ray.backends.bounded import bounded
 from twinkle_ray.backends.streams import SLEEP_MAX_S, Kind, StreamGroup, published
-from twinkle_ray.errors import ConfigError, SyncTimeout, TwinkleRayError
+from twinkle_ray.errors import ConfigError, SyncTimeout
 from twinkle_ray.types import Deadline, Rendezvous
 
 logger = logging.getLogger(__name__)
