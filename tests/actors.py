@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -66,6 +67,30 @@ def placed(module: torch.nn.Module) -> torch.nn.Module:
 def open_things() -> dict[str, int]:
     """What this process holds that could leak."""
     return {"threads": threading.active_count(), "fds": len(os.listdir("/proc/self/fd"))}
+
+
+def at_launch(number: int, act: Callable[[], Any]) -> None:
+    """Do this once, instead of the launch of that number (from 0) on any Gloo group of this process, when what was
+    launched before has arrived."""
+    from twinkle_ray.backends.gloo import GlooGroup
+
+    launch = GlooGroup.broadcast_many
+    left = number
+
+    def failing(group: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            GlooGroup.broadcast_many = launch  # type: ignore[method-assign]
+            time.sleep(0.3 if number else 0.0)
+            act()
+        return launch(group, *args, **kwargs)
+
+    GlooGroup.broadcast_many = failing  # type: ignore[method-assign]
+
+
+def no_power() -> None:
+    raise OSError("no more power")
 
 
 class Probed:

@@ -99,6 +99,14 @@ def shapes_of(config: dict[str, Any]) -> Shapes:
     return shapes
 
 
+def lora(rank: int) -> Any:
+    """The configuration of such an adapter."""
+    import peft
+
+    projections = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
+    return peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=projections, init_lora_weights=False)
+
+
 class Shaped(torch.nn.Module):
     """Parameters of given shapes in bf16."""
 
@@ -114,6 +122,20 @@ class Shaped(torch.nn.Module):
             value = torch.empty(shape, dtype=torch.bfloat16, device=device)
             owner.register_parameter(leaf, torch.nn.Parameter(value, requires_grad=False))
         self.fill(0)
+
+    def adapt(self, rank: int) -> Any:
+        """This model under a LoRA adapter of PEFT on every projection, in fp32 as PEFT makes it by default."""
+        import peft
+
+        for owner in list(self.modules()):
+            for name, child in owner._modules.items():
+                if name.endswith("_proj") and child is not None:
+                    weight, bias = child._parameters["weight"], child._parameters.get("bias")
+                    assert weight is not None
+                    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+                    linear._parameters.update(child._parameters)
+                    owner._modules[name] = linear
+        return peft.get_peft_model(self, lora(rank))
 
     def fill(self, seed: int) -> None:
         """New contents, made on the device."""

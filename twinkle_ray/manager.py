@@ -722,23 +722,25 @@ class CheckpointEngineManager:
     # --- other ways --------------------------------------------------------------------------------------------
 
     def _sync_naive(self, merge_and_sync: bool, phases: dict[str, float], start: float) -> SyncReport:
+        held, self._held = self._held, ""  # a failure leaves nobody knows what
         with _timed(phases, "transfer"):
             classic.sync_naive(
                 self._train_group,
                 merge=merge_and_sync,
-                base_sync_done=self._held == PLAIN,
+                base_sync_done=held == PLAIN,
                 colocated=self.is_colocated,
             )
         self._held = MERGED if merge_and_sync else PLAIN
         return self._plain_report("naive", phases, start)
 
     def _sync_classic(self, merge_and_sync: bool, phases: dict[str, float], start: float) -> SyncReport:
+        held, self._held = self._held, ""  # a failure leaves nobody knows what
         with _timed(phases, "transfer"):
             classic.sync(
                 [t.handle for t in self._trainers],
                 [r.handle for r in self._replicas],
                 merge=merge_and_sync,
-                base_sync_done=self._held == PLAIN,
+                base_sync_done=held == PLAIN,
                 timeout_s=self.timeout_s,
             )
         self._held = MERGED if merge_and_sync else PLAIN

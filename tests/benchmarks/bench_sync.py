@@ -6,7 +6,8 @@
 *raw* is one broadcast of the same number of bytes through the very group that the sync uses, between plain buffers,
 until its last member has them. *sync* is ``manager.sync_weights()`` from call to return, the median after the second
 one, each after a training step and a generation, which fills the prefix cache; *again* is the same, one sync right
-after the other. Rollouts are a plain module, vLLM in the actor's process (``engine``) or in a child process
+after the other. With ``--rank`` it is a LoRA adapter of that rank alone, ``sync_weights(False)``, and *raw* and *MB*
+are the adapter's. Rollouts are a plain module, vLLM in the actor's process (``engine``) or in a child process
 (``child``), with dummy weights: nothing is read from a disk but a configuration. ``--scale`` divides widths, vocabulary
 and heads, never the number of tensors.
 """
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ray
 import torch
 
-from tests.shapes import MODELS, Shaped, Shapes, config_of, shapes_of
+from tests.shapes import MODELS, Shaped, Shapes, config_of, lora, shapes_of
 from twinkle_ray import CheckpointEngineManager
 from twinkle_ray.mixins import RolloutActorMixin, TrainActorMixin
 from twinkle_ray.types import Deadline
@@ -61,13 +62,16 @@ def raw_in_worker(worker: Any, nbytes: int, rounds: int) -> list[float]:
 
 
 class Trainer(TrainActorMixin):
-    def __init__(self, shapes: Shapes, device: str) -> None:
-        self.model = Shaped(shapes, device)
+    def __init__(self, shapes: Shapes, device: str, rank: int) -> None:
+        self.model: torch.nn.Module = Shaped(shapes, device)
+        if rank:
+            self.model = self.model.adapt(rank)
 
     def step(self) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.add_(0.001)
+                if parameter.requires_grad or not hasattr(self.model, "peft_config"):
+                    parameter.add_(0.001)
         if parameter.is_cuda:
             torch.cuda.synchronize()  # the step is not what is measured
 
@@ -76,8 +80,10 @@ class Trainer(TrainActorMixin):
 
 
 class ModuleRollout(RolloutActorMixin):
-    def __init__(self, shapes: Shapes, device: str, folder: str, child: bool, share: float) -> None:
-        self.model = Shaped(shapes, device)
+    def __init__(self, shapes: Shapes, device: str, folder: str, child: bool, share: float, rank: int) -> None:
+        self.model: torch.nn.Module = Shaped(shapes, device)
+        if rank:  # a plain module can only hold an adapter on layers that PEFT knows
+            self.model = self.model.adapt(rank).unload()
 
     def generate(self) -> None:
         """A module has nothing to generate with."""
@@ -90,7 +96,7 @@ class ModuleRollout(RolloutActorMixin):
 
 
 class EngineRollout(RolloutActorMixin):
-    def __init__(self, shapes: Shapes, device: str, folder: str, child: bool, share: float) -> None:
+    def __init__(self, shapes: Shapes, device: str, folder: str, child: bool, share: float, rank: int) -> None:
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(child)),
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -99,7 +105,11 @@ class EngineRollout(RolloutActorMixin):
         }
         import vllm
 
-        more = {"gpu_memory_utilization": share} if device == "cuda" else {"kv_cache_memory_bytes": 64 << 20}
+        more: dict[str, Any] = (
+            {"gpu_memory_utilization": share} if device == "cuda" else {"kv_cache_memory_bytes": 64 << 20}
+        )
+        if rank:
+            more |= self.lora_arguments(lora(rank))
         self.llm = vllm.LLM(
             folder,
             load_format="dummy",
@@ -134,9 +144,9 @@ def measure(model: str, kind: str, options: argparse.Namespace) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         rollout_kind = ModuleRollout if kind == "module" else EngineRollout
-        trainer = ray.remote(**resources)(Trainer).remote(shapes, options.device)
+        trainer = ray.remote(**resources)(Trainer).remote(shapes, options.device, options.rank)
         rollout = ray.remote(**resources)(rollout_kind).remote(
-            shapes, options.device, folder, kind == "child", options.share
+            shapes, options.device, folder, kind == "child", options.share, options.rank
         )
         try:
             with CheckpointEngineManager([trainer], [rollout], timeout_s=300) as manager:
@@ -144,8 +154,8 @@ def measure(model: str, kind: str, options: argparse.Namespace) -> dict[str, Any
                 reports = []
                 for _ in range(2 + options.rounds):
                     ray.get([trainer.step.remote(), rollout.generate.remote()], timeout=300)
-                    reports.append(manager.sync_weights())
-                again = [manager.sync_weights().seconds for _ in range(options.rounds)]
+                    reports.append(manager.sync_weights(not options.rank))
+                again = [manager.sync_weights(not options.rank).seconds for _ in range(options.rounds)]
                 nbytes = reports[-1].nbytes
                 rounds = options.rounds
                 raws = [trainer.raw.remote(nbytes, rounds), rollout.raw.remote(nbytes, rounds)]
@@ -207,6 +217,7 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=7, help="divides widths; 1: full size")
     parser.add_argument("--rounds", type=int, default=10, help="measured syncs, after two that are not")
     parser.add_argument("--share", type=float, default=0.5, help="of a GPU's memory that an engine may take")
+    parser.add_argument("--rank", type=int, default=0, help="send a LoRA adapter of this rank alone")
     parser.add_argument("--verify", action="store_true", help="compare SHA-256 sums in the end (7B: a minute)")
     parser.add_argument("--out", type=Path, help="also write the table here")
     options = parser.parse_args()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors import Probed, Rollout, TinyLM, Trainer, digests
+from tests.actors import Probed, Rollout, TinyLM, Trainer, at_launch, digests, no_power
 from tests.ray.test_lora import Adapted, AdaptedTrainer, get
 from twinkle_ray import (
     CheckpointEngineManager,
@@ -422,7 +424,7 @@ class TestFailures:
         manager.sync_weights(False)
         old, before = get(rollout.logits.remote()), status(rollout)
         get(trainer.step.remote(1))
-        get(trainer.call.remote(lambda one: fail_at_launch(at)))
+        get(trainer.call.remote(lambda one: at_launch(at, no_power)))
         with pytest.raises(SyncError, match=r"trainer\[0\].*no more power"):
             manager.sync_weights(False)
         assert torch.equal(get(rollout.logits.remote()), old)
@@ -437,7 +439,7 @@ class TestFailures:
         trainer, rollout = actors(Adapted), actors(Rollout, 5)
         manager = CheckpointEngineManager([trainer], [rollout], timeout_s=30, bucket_size=4096)
         manager.sync_weights()
-        get(trainer.call.remote(lambda one: fail_at_launch(3)))
+        get(trainer.call.remote(lambda one: at_launch(3, no_power)))
         with pytest.raises(SyncError, match="no more power"):
             manager.sync_weights(False)
         assert status(rollout).contents is Contents.MIXED
@@ -450,7 +452,7 @@ class TestFailures:
         manager.sync_weights(False)
         old = get(rollout.logits.remote())
         get(trainer.step.remote(1))
-        get(trainer.call.remote(lambda one: die_at_launch(3)))
+        get(trainer.call.remote(lambda one: at_launch(3, die)))
         start = time.monotonic()
         with pytest.raises(PeerLost, match=r"trainer\[0\]"):
             manager.sync_weights(False)
@@ -474,34 +476,8 @@ class TestFailures:
         right(trainer, rollouts, merge=False)
 
 
-def fail_at_launch(at: int) -> None:
-    """Of this process's groups."""
-    _at_launch(at, lambda: (_ for _ in ()).throw(OSError("no more power")))
-
-
-def die_at_launch(at: int) -> None:
-    import os
-    import signal
-
-    _at_launch(at, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def _at_launch(at: int, act: Callable[[], Any]) -> None:
-    from twinkle_ray.backends.gloo import GlooGroup
-
-    launch = GlooGroup.broadcast_many
-    left = at
-
-    def failing(group: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            time.sleep(0.5 if at else 0.0)  # what was launched before has arrived
-            GlooGroup.broadcast_many = launch  # type: ignore[method-assign]
-            act()
-        return launch(group, *args, **kwargs)
-
-    GlooGroup.broadcast_many = failing  # type: ignore[method-assign]
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail_to_register() -> None:
@@ -622,7 +598,8 @@ def test_a_thousand_merged_syncs_leave_the_trainers_storages_alone(actors: Any) 
     for step in range(1000):
         manager.sync_weights()
         trainer.step.remote(step)  # Ray keeps the order of calls
-    get(trainer.call.remote(lambda one: fail_at_launch(0)))
+    manager.bucket_size = 4096
+    get(trainer.call.remote(lambda one: at_launch(1, no_power)))
     with pytest.raises(SyncError, match="no more power"):
         manager.sync_weights()
     assert get(trainer.drifted.remote()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -181,6 +182,27 @@ def test_adapter_only_sends_the_adapter_on_the_first_sync_too(log: Any) -> None:
     assert "merge" not in order(log)
     manager.sync_weights(merge_and_sync=False)
     assert sent_by_t0(log) == [False, True, True]
+
+
+def sent_each_time(log: Any, act: Callable[[bool], Any], kind: str, sequence: str) -> list[list[bool]]:
+    """What each sync of a sequence sends: ``False`` is a base, ``True`` an adapter alone."""
+    found, seen = [], 0
+    for letter in sequence:
+        act(letter == "T")
+        logged = ray.get(log.all.remote(), timeout=10)
+        events = [arguments for _, _, who, what, arguments in logged if (what, who[0]) == kind]
+        found.append(events[seen:])
+        seen = len(events)
+    return found
+
+
+def test_an_adapter_is_never_sent_onto_a_merged_base(log: Any) -> None:
+    trainers, replicas = setting(log)
+    for mode, kind in (("nccl", ("send", "t")), ("naive", ("update", "g"))):
+        group = TrainGroup(log, "group", slow=0.0)
+        manager = CheckpointEngineManager(trainers[:1], replicas[:1], weight_sync_mode=mode, train_group=group)
+        sent = sent_each_time(log, manager.sync_weights, kind, "FTFFT")
+        assert sent == [[False, True], [False], [False, True], [True], [False]], mode
 
 
 @pytest.mark.parametrize(("who", "where"), [("t0", "send"), ("r1", "receive"), ("r0", "init"), ("t1", "merge")])

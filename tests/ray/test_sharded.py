@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -141,3 +142,76 @@ def test_a_receiver_that_breaks_leaves_no_trainer_rank_in_a_gather(actors: Any) 
         ray.get([t.train.remote() for t in trainers], timeout=30)
         manager.sync_weights()
         same(trainers, rollout)
+
+
+class AdaptedShards(ShardedTrainer):
+    """Shards of base and adapter alike."""
+
+    def __init__(self, rank: int, port: int, seed: int, **config: Any) -> None:
+        import peft
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        torch.manual_seed(seed)
+        config = {"r": 3, "lora_alpha": 6, "target_modules": ["a", "b"], "init_lora_weights": False, **config}
+        self.model = peft.get_peft_model(Uneven(seed), peft.LoraConfig(**config))
+        mesh = init_device_mesh("cpu", (2,))
+        inner = self.model.base_model.model
+        for module in (inner.a, inner.b, inner.c):
+            fully_shard(module, mesh=mesh)
+
+    def train(self) -> float:
+        self.seed = getattr(self, "seed", 0) + 1
+        torch.manual_seed(self.seed)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(1.5)
+        return 0.0
+
+
+@pytest.fixture
+def adapted(ray_cluster: str) -> Iterator[Any]:
+    made: list[Any] = []
+
+    def make(**config: Any) -> list[Any]:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        made.extend(ray.remote(num_cpus=0.1)(AdaptedShards).remote(rank, port, 3, **config) for rank in range(2))
+        return made
+
+    yield make
+    for actor in made:
+        ray.kill(actor)
+
+
+def halves(full: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Base and adapter of a state dict under PEFT, by the names of the base and of PEFT's checkpoints."""
+    plain = {name.removeprefix("base_model.model."): tensor for name, tensor in full.items()}
+    adapter = {name.replace(".default", ""): tensor for name, tensor in plain.items() if "lora_" in name}
+    return {n.replace(".base_layer.", "."): t for n, t in plain.items() if "lora_" not in n}, adapter
+
+
+@pytest.mark.parametrize("config", [{}, {"use_dora": True}], ids=["plain", "dora"])
+def test_an_adapter_in_shards_is_sent_alone_and_whole(adapted: Any, config: dict[str, Any]) -> None:
+    pytest.importorskip("peft")
+    trainers = adapted(**config)
+    rollout = ray.remote(num_cpus=0.1)(SlowRollout).remote(9, 0.0)
+    try:
+        manager = CheckpointEngineManager(trainers, [rollout], timeout_s=60, bucket_size=40)
+        for sent in ("plain", ""):
+            ray.get([t.train.remote() for t in trainers], timeout=30)
+            assert manager.sync_weights(False).base == sent
+            want = halves(ray.get([t.full.remote() for t in trainers], timeout=30)[0])
+            for held, full in zip(halves(ray.get(rollout.held.remote(), timeout=30)), want, strict=True):
+                assert held.keys() == full.keys()
+                assert all(torch.equal(full[name], held[name]) for name in full)
+        manager.verify()
+        ray.get([t.total.remote() for t in trainers], timeout=30)
+        manager.sync_weights()
+        assert not any("lora_" in name for name in ray.get(rollout.held.remote(), timeout=30))
+    finally:
+        ray.kill(rollout)

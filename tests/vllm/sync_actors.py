@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.actors import at_launch, no_power
 from twinkle_ray.mixins import RolloutActorMixin, TrainActorMixin
 
 ENGINE: dict[str, Any] = {
@@ -177,23 +178,8 @@ class AdaptedTrainer(Trainer):
                 if "norm" in name:
                     value.mul_(1.5)
 
-    def fail_at_launch(self, at: int) -> None:
-        """Once, in the middle of what is sent, when what went before has arrived."""
-        from twinkle_ray.backends.gloo import GlooGroup
-
-        launch = GlooGroup.broadcast_many
-        left = at
-
-        def failing(group: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                GlooGroup.broadcast_many = launch
-                time.sleep(0.3)
-                raise OSError("no more power")
-            return launch(group, *args, **kwargs)
-
-        GlooGroup.broadcast_many = failing
+    def fail_at_launch(self, number: int) -> None:
+        at_launch(number, no_power)
 
 
 class OddTrainer(Trainer):

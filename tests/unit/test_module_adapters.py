@@ -1,0 +1,119 @@
+"""Adapters on a plain module through PEFT: what is put in comes out again, and what has no place is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.actors import TinyLM, digests
+from twinkle_ray.adapter import Adapter
+from twinkle_ray.errors import ConfigError, ManifestMismatch, SyncError, UnsupportedModel
+from twinkle_ray.module_adapters import ModuleAdapters
+
+peft = pytest.importorskip("peft")
+
+
+def trained(seed: int = 1, **config: Any) -> Any:
+    config = {"r": 4, "target_modules": ["q", "lm_head"], "init_lora_weights": False, **config}
+    torch.manual_seed(seed)
+    return peft.get_peft_model(TinyLM(0), peft.LoraConfig(**config)).eval()
+
+
+def put(held: ModuleAdapters, name: str, model: Any, version: int = 1) -> None:
+    one = Adapter.of(model, "default")
+    held.check(one.config, {meta.name: meta for meta in one.manifest})
+    held.register(name, version, one.config, dict(one.pairs()))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.arange(8))
+    return found
+
+
+def test_the_module_is_itself_again_when_the_last_adapter_is_gone() -> None:
+    module = TinyLM(0).eval()
+    parts, before, plain = list(module.modules()), digests(module), logits(module)
+    trainable = [p.requires_grad for p in module.parameters()]
+    held = ModuleAdapters(module)
+    one, other = trained(1), trained(2, r=2, target_modules=["v"])
+    put(held, "one", one)
+    assert torch.equal(logits(module), plain)  # held, but nothing is chosen
+    held.choose("one")
+    assert torch.equal(logits(module), logits(one))
+    put(held, "other", other)
+    assert torch.equal(logits(module), logits(one))
+    held.choose("other")
+    assert torch.equal(logits(module), logits(other))
+    assert held.remove("other")
+    assert held.default is None
+    assert torch.equal(logits(module), plain)
+    assert held.remove("one")
+    assert not held.remove("one")
+    assert not held.holds_any()
+    assert list(module.modules()) == parts
+    assert digests(module) == before
+    assert [p.requires_grad for p in module.parameters()] == trainable
+    assert not hasattr(module, "peft_config")
+
+
+def test_a_new_version_takes_the_place_of_the_old_one_also_with_another_rank() -> None:
+    module = TinyLM(0).eval()
+    held = ModuleAdapters(module)
+    for version, model in enumerate((trained(1), trained(2), trained(3, r=8, target_modules=["k"])), start=1):
+        put(held, "one", model, version)
+        held.choose("one")
+        assert torch.equal(logits(module), logits(model))
+        assert held.entries() == {"held": {"one": [version, version]}, "last": version}
+
+
+def test_a_directory_as_peft_writes_it(tmp_path: Path) -> None:
+    model = trained(1)
+    model.save_pretrained(tmp_path)
+    module = TinyLM(0).eval()
+    held = ModuleAdapters(module)
+    held.attach("disk", str(tmp_path))
+    held.choose("disk")
+    assert torch.equal(logits(module), logits(model))
+    with pytest.raises(ConfigError, match="no adapter can be read from"):
+        held.attach("none", str(tmp_path / "none"))
+    assert held.entries()["held"].keys() == {"disk"}
+
+
+def test_one_whose_start_changed_the_base_is_refused_from_a_directory(tmp_path: Path) -> None:
+    trained(1, init_lora_weights="pissa").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="pissa, which changes the base weights"):
+        ModuleAdapters(TinyLM(0)).attach("disk", str(tmp_path))
+
+
+def test_what_has_no_place_is_named_and_nothing_changes() -> None:
+    module = TinyLM(0)
+    del module.blocks[1]
+    held = ModuleAdapters(module)
+    with pytest.raises(ManifestMismatch, match=r"the module has no blocks\.1\.q"):
+        put(held, "one", trained(1))
+    with pytest.raises(ManifestMismatch, match="it has no tensor"):
+        held.check({"r": 1}, {})
+    with pytest.raises(UnsupportedModel, match="type IA3"):
+        held.check({"peft_type": "IA3"}, {})
+    with pytest.raises(ConfigError, match="holds no adapter 'one'"):
+        held.choose("one")
+    assert not held.holds_any()
+
+
+def test_one_that_cannot_be_put_in_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = TinyLM(0)
+    before = digests(module)
+    held = ModuleAdapters(module)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(peft, "set_peft_model_state_dict", fail)
+    with pytest.raises(SyncError, match="could not put adapter 'one' into this rollout's module: MemoryError"):
+        put(held, "one", trained(1))
+    assert not held.holds_any()
+    assert digests(module) == before
