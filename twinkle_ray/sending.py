@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from twinkle_ray.adapter import the_active
 from twinkle_ray.errors import ConfigError
@@ -79,6 +80,21 @@ def decide(wanted: Wanted, trainer: TrainerStatus, rollouts: Mapping[str, Rollou
     return Sending(
         base=None if there else PLAIN, base_id=trainer.base_id, adapter=adapter, default=wanted.adapter is None
     )
+
+
+def disagreements(answers: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """One sentence for each tensor that a rollout cannot load or lacks.
+
+    Args:
+        answers: per rollout, of each of its workers the :class:`~twinkle_ray.sinks.Agreement` as a dict.
+    """
+    problems: dict[str, None] = {}
+    for name, workers in answers.items():
+        for worker in workers:
+            found = [*worker["unknown"], *worker["mismatched"]]
+            found += [f"{tensor}: the trainer does not send it" for tensor in worker["missing"]]
+            problems |= dict.fromkeys(f"{name}: {problem}" for problem in found)
+    return list(problems)
 
 
 def require_lora(name: str, status: RolloutStatus) -> None:

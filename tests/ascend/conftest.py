@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.ray.conftest import actors as actors
+from tests.ray.conftest import pool as pool
+from tests.ray.conftest import reused as reused
+from tests.ray.conftest import stage as stage
 
 
 @pytest.fixture
 def device() -> str:
     return "npu"
+
+
+@pytest.fixture
+def actors(reused: Any) -> Any:
+    return reused

@@ -18,7 +18,7 @@ from typing import Any
 from tests.unit.members import Seat, members
 
 STAND_IN = Path(__file__).resolve().parent / "stand_in"
-EXEC_MS = 1500
+EXEC_MS = 1000
 """How long the stand-in's collectives wait for a peer that does not come, unless a test says otherwise."""
 
 

@@ -29,16 +29,55 @@ class Stage:
 
 
 @pytest.fixture
-def actors(ray_cluster: str, device: str, request: pytest.FixtureRequest) -> Iterator[Stage]:
+def stage(ray_cluster: str, device: str, request: pytest.FixtureRequest) -> Stage:
+    """For actors whose models are on ``device``."""
+    if device == "cpu":
+        return Stage("gloo")
+    root, library = request.getfixturevalue("root"), request.getfixturevalue("library")
+    return Stage("hccl", resources={"NPU": 1}, runtime_env=npu_runtime_env(root, library))
+
+
+@pytest.fixture
+def actors(stage: Stage) -> Iterator[Stage]:
     """A :class:`Stage`, whose actors are killed afterwards."""
-    if device == "npu":
-        root, library = request.getfixturevalue("root"), request.getfixturevalue("library")
-        stage = Stage("hccl", resources={"NPU": 1}, runtime_env=npu_runtime_env(root, library))
-    else:
-        stage = Stage("gloo")
     yield stage
     for actor in stage.made:
         ray.kill(actor)
+
+
+@pytest.fixture(scope="session")
+def pool(ray_cluster: str) -> Iterator[dict[Any, list[Any]]]:
+    """Idle actors by class and mode: to start one that imports PEFT takes seconds."""
+    idle: dict[Any, list[Any]] = {}
+    yield idle
+    for actor in (actor for same in idle.values() for actor in same):
+        ray.kill(actor)
+
+
+@pytest.fixture
+def reused(pool: dict[Any, list[Any]], stage: Stage) -> Iterator[Any]:
+    """``make(kind, *args, **kwargs)`` makes an actor of :mod:`tests.actors` anew, in a process that may have been one
+    before. Tests that patch a process put it right again, or kill it."""
+    made: list[tuple[Any, Any]] = []
+
+    def make(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        idle = pool.setdefault((kind, stage.mode), [])
+        if idle:
+            actor = idle.pop()
+            ray.get(actor.call.remote(lambda one: one.__init__(*args, **kwargs)), timeout=60)
+        else:
+            actor = stage(kind, *args, **kwargs)
+        made.append((kind, actor))
+        return actor
+
+    make.mode = stage.mode  # type: ignore[attr-defined]
+    yield make
+    for kind, actor in reversed(made):  # rollouts leave a group before its rank 0 does
+        try:
+            ray.get(actor.finalize_checkpoint_engine.remote(True), timeout=10)
+        except ray.exceptions.RayError:
+            continue
+        pool[kind, stage.mode].append(actor)
 
 
 def npu_runtime_env(root: Path, library: Path) -> dict[str, Any]:

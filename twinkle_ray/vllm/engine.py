@@ -168,6 +168,7 @@ class LLMEngine(_Adapters):
         waits: always ``True``.
         workers: processes that own parameters.
         door: what keeps ``self.llm.generate`` out meanwhile.
+        version: of the weights. Every output of a request carries the present one as ``weights_version``.
     """
 
     loop: asyncio.AbstractEventLoop | None = None
@@ -198,6 +199,8 @@ class LLMEngine(_Adapters):
         self.door.install()
         self._engine.sleep = self._note_sleep
         self._engine.wake_up = self._note_wake
+        self.version = 0
+        _stamp(self._engine.output_processor, lambda: self.version)
         self._sends = threading.RLock()
         self._asker: _Asker | None = None
         self._line: Line | None = None
@@ -216,6 +219,7 @@ class LLMEngine(_Adapters):
             (self._engine, "sleep"),
             (self._engine, "wake_up"),
             (self._engine.engine_core, "_send_input"),
+            (self._engine.output_processor, "process_outputs"),
             (self._llm, _ADAPTER),
         ):
             vars(holder).pop(name, None)
@@ -452,6 +456,7 @@ class AsyncEngine(_Adapters):
         kind: ``async llm``.
         loop: the loop on which the engine runs; ``None`` if it has none yet.
         workers: processes that own parameters.
+        version: see :class:`LLMEngine`.
     """
 
     kind = "async llm"
@@ -472,6 +477,8 @@ class AsyncEngine(_Adapters):
         self._sleep_known = False
         self._line: Line | None = None
         self._lineless = False
+        self.version = 0
+        _stamp(llm.output_processor, lambda: self.version)
         # For calls over the line, one at a time, beside the loop.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="twinkle_ray-line")
         self._sleep: Callable[..., Any] = llm.sleep
@@ -485,6 +492,7 @@ class AsyncEngine(_Adapters):
         self._closed, self._error = False, None
         for name in ("generate", "encode", "sleep", "wake_up", _ADAPTER):
             vars(self._llm).pop(name, None)
+        vars(self._llm.output_processor).pop("process_outputs", None)
         if self._line is not None:
             self._line.close()
         self._thread.shutdown(wait=False)
@@ -620,6 +628,33 @@ class AsyncEngine(_Adapters):
         result = await self._wake(tags)
         self._asleep -= set(tags) if tags else set(self._asleep)
         return result
+
+
+def _stamp(processor: Any, version: Callable[[], int]) -> None:
+    """Let every output carry the version of the weights that computed its last token.
+
+    Outputs are stamped where they are made of what the engine core has computed: a caller may read them much later. No
+    request is computed with two versions, unless it was kept frozen between them.
+    """
+    process = processor.process_outputs
+
+    def processed(core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in core_outputs:
+            state = processor.request_states.get(one.request_id)
+            if state is not None and "make_request_output" not in vars(state):
+                state.make_request_output = stamped(state.make_request_output)
+        return process(core_outputs, *args, **kwargs)
+
+    def stamped(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            output = make(*args, **kwargs)
+            if output is not None:
+                output.weights_version = version()
+            return output
+
+        return made
+
+    processor.process_outputs = processed
 
 
 def _require(engine: Any, *hooks: str) -> None:
