@@ -18,8 +18,8 @@ from typing import Any
 from tests.unit.members import Seat, members
 
 STAND_IN = Path(__file__).resolve().parent / "stand_in"
-EXEC_MS = 1000
-"""How long the stand-in's collectives wait for a peer that does not come, unless a test says otherwise."""
+IMPATIENT = {"FAKE_HCCL_EXEC_MS": "1500"}
+"""For ranks of which one will not come to a collective: the stand-in gives it up after so long."""
 
 
 def build(folder: Path) -> Path:
@@ -38,7 +38,6 @@ def environment(library: Path) -> dict[str, str]:
     paths = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "FAKE_CANN": str(library),
-        "FAKE_HCCL_EXEC_MS": str(EXEC_MS),
         "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
         "PYTHONPATH": os.pathsep.join(paths),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -68,6 +67,11 @@ def _with_npu(seat: Seat, env: Mapping[str, str], body: Callable[..., Any], args
     import torch_npu  # noqa: F401
 
     return body(replace(seat, backend="TWINKLE_HCCL"), *args)
+
+
+def patient() -> None:
+    """From now on a collective waits as long as a real one: a machine that is busy makes ranks late."""
+    knob("FAKE_HCCL_EXEC_MS")
 
 
 @contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 from typing import Any
 
-from tests.ascend.simulator import fake, npus
+from tests.ascend.simulator import IMPATIENT, fake, npus, patient
 from tests.ascend.test_hccl_group import buried
 from tests.payload import facts, payload
 from tests.unit.members import Member, Seat, results
@@ -101,6 +102,9 @@ def absent_from_the_transfer(seat: Seat) -> Any:
         said = failing(lambda: sync(seat, engine, 0))
     engine.finalize()
     nothing_left = buried()
+    patient()
+    del os.environ["TWINKLE_CKPT_HCCL_META_TIMEOUT_S"]
+    engine = HCCLCheckpointEngine(BUCKET, timeout=60)
     joined(seat, engine, 3)
     right = sync(seat, engine, 1)
     engine.finalize()
@@ -108,7 +112,7 @@ def absent_from_the_transfer(seat: Seat) -> Any:
 
 
 def test_a_rank_that_does_not_come_to_a_transfer_ends_it_before_anything_is_sent(library: Path) -> None:
-    with npus(library, absent_from_the_transfer, 3, TWINKLE_CKPT_HCCL_META_TIMEOUT_S="1") as people:
+    with npus(library, absent_from_the_transfer, 3, TWINKLE_CKPT_HCCL_META_TIMEOUT_S="1", **IMPATIENT) as people:
         introduce(people)
         introduce(people)
         ends = results(people, 60)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from ray.util.collective.types import ReduceOp
 
-from tests.ascend.simulator import EXEC_MS, fake, knob, npus, turned
+from tests.ascend.simulator import IMPATIENT, fake, knob, npus, patient, turned
 from tests.unit.members import Seat, footprint, introduce, no_more, results
 from tests.unit.test_gloo_group import failure_of, pattern
 from twinkle_ray.backends import base, hccl
@@ -43,7 +43,7 @@ def leave(group: Any) -> None:
     group.destroy_group()
 
 
-def buried(seconds: float = EXEC_MS / 1000 + 2) -> bool:
+def buried(seconds: float = 5.0) -> bool:
     """Whether no communicator is left, at the latest when the stand-in has given up its collectives."""
     until = time.monotonic() + seconds
     while (fake().fake_live_comms() or hccl.burials()) and time.monotonic() < until:
@@ -177,12 +177,13 @@ def survive(seat: Seat, when: str) -> Any:
     group.destroy_group()
     seat.say((type(error), error.actors, at, time.monotonic() - began))
     rank = seat.hear()
+    patient()
     began = time.monotonic()
     new = seat.group(world_size=2, rank=rank)
     right = exchange(new, MIXED)
     took = time.monotonic() - began
     leave(new)
-    return right, took, buried(5)
+    return right, took, buried()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def late(seat: Seat) -> Any:
 
 
 def test_what_comes_late_does_not_touch_the_tensors(library: Path) -> None:
-    with npus(library, late, 2) as people:
+    with npus(library, late, 2, **IMPATIENT) as people:
         introduce(people)
         arrived, tensor, nothing_left = results(people)[1]
         assert arrived == 1
@@ -259,6 +260,7 @@ def give_up(seat: Seat, how: str) -> Any:
     group.abort("again")
     group.destroy_group()
     assert time.monotonic() - began < 1.0
+    patient()
     new = seat.group()
     right = exchange(new, MIXED)
     leave(new)
@@ -267,7 +269,7 @@ def give_up(seat: Seat, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["abort", "deadline"])
 def test_whoever_gives_up_is_released_at_once_and_tells_the_others(library: Path, how: str) -> None:
-    with npus(library, give_up, 2, how) as people:
+    with npus(library, give_up, 2, how, **IMPATIENT) as people:
         introduce(people)
         assert [member.hear() for member in people] == ["connected"] * 2
         introduce(people)
@@ -335,6 +337,7 @@ def outcome(seat: Seat) -> Any:
     knob("FAKE_HCCL_FAIL")
     os.environ["HCCL_HOST_SOCKET_PORT_RANGE"] = "auto"
     nothing_left = buried()
+    patient()
     new = seat.group()
     right = exchange(new, MIXED)
     leave(new)
@@ -362,7 +365,7 @@ def test_each_result_code_is_one_error_and_the_next_generation_works(
     library: Path, call: str, code: int, kind: type[SyncError], hint: str
 ) -> None:
     rank = 0 if call == "HcclGetRootInfo" else 1
-    with npus(library, with_code, 2, rank, call, code, FAKE_HCCL_CONNECT_MS="1000") as people:
+    with npus(library, with_code, 2, rank, call, code, FAKE_HCCL_CONNECT_MS="1000", **IMPATIENT) as people:
         introduce(people)
         introduce(people)
         ends = results(people)
@@ -411,6 +414,7 @@ def given_up_by_the_device(seat: Seat) -> Any:
     group: Any = seat.group()
     broken = group._stream
     if seat.rank:
+        knob("FAKE_HCCL_EXEC_MS", 300)
         group.broadcast_many([torch.zeros(100, device="npu").view(torch.uint8)])
         _, error = failure_of(lambda: group.synchronize(Deadline.after(30)))
         with pytest.raises(RuntimeError):
@@ -420,6 +424,7 @@ def given_up_by_the_device(seat: Seat) -> Any:
             time.sleep(0.005)
         error = group.failure
     group.destroy_group()
+    patient()
     sound = 0
     for n in range(33):  # as many as there are streams in the pool
         new: Any = seat.group()
@@ -429,7 +434,7 @@ def given_up_by_the_device(seat: Seat) -> Any:
 
 
 def test_a_stream_that_hccl_has_broken_is_told_and_not_used_again(library: Path) -> None:
-    with npus(library, given_up_by_the_device, 2, FAKE_HCCL_EXEC_MS="300") as people:
+    with npus(library, given_up_by_the_device, 2) as people:
         for _ in range(34):
             introduce(people)
         (other, _, *well), (own, text, *own_well) = results(people)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from ray.util.collective.types import ReduceOp
 
-from tests.ascend.simulator import npus
+from tests.ascend.simulator import IMPATIENT, npus
 from tests.ascend.test_hccl_group import MIXED, buried, exchange, leave
 from tests.unit.members import Seat, introduce, results
 from tests.unit.test_gloo_group import failure_of
@@ -161,7 +161,7 @@ def give_up(seat: Seat) -> Any:
 
 
 def test_a_deadline_releases_the_waiting_rank_and_tells_the_other(library: Path) -> None:
-    with npus(library, give_up, 2) as people:
+    with npus(library, give_up, 2, **IMPATIENT) as people:
         introduce(people)
         assert results(people) == [(SyncAborted, True), (SyncTimeout, True)]
 
@@ -176,7 +176,7 @@ def mourn(seat: Seat) -> Any:
 
 
 def test_a_killed_rank_is_named(library: Path) -> None:
-    with npus(library, mourn, 3) as people:
+    with npus(library, mourn, 3, **IMPATIENT) as people:
         introduce(people)
         assert [member.hear() for member in people] == ["connected"] * 3
         for member in people:
