@@ -630,6 +630,7 @@ class CheckpointEngineManager:
                 raise ConfigError(
                     f"weight_sync_mode={self._mode!r} needs every model on a {want} device, but these are on "
                     f"{', '.join(sorted(kinds))}; use 'auto' or 'gloo'"
+                    + (", or torch_npu with CANN and .to('npu')" if want == "npu" else "")
                 )
             if self._mode == "nccl" and len(set(ids)) < len(ids):
                 raise ConfigError(

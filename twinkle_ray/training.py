@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from twinkle_ray.adapter import Adapter, the_active
+from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.digest import tensor_sha256
 from twinkle_ray.endpoint import Endpoint, Operation
 from twinkle_ray.errors import ManifestMismatch, NotAgreed, TwinkleRayError
@@ -282,7 +283,7 @@ class Training:
                 try:
                     # What the caller has put on the device (an optimizer step on any stream) must have ended.
                     with operation.timed("fence"):
-                        _fence(self.endpoint.device)
+                        _fence(self.endpoint.device, group)
                     if name is None:
                         base = None
                         if wire is not None:
@@ -361,7 +362,10 @@ def _closing(streams: list[TensorStream]) -> Iterator[None]:
         stream.close()
 
 
-def _fence(device: torch.device) -> None:
+def _fence(device: torch.device, group: SyncGroup) -> None:
+    if device.type == group.device_type:
+        group.fence()
+        return
     module = getattr(torch, device.type, None)
     if device.type != "cpu" and module is not None:
         module.synchronize(device)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from twinkle_ray.backends import end_group
+from twinkle_ray.backends import end_group, identity
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.checking import process_facts
 from twinkle_ray.endpoint import Endpoint, Operation
@@ -299,12 +299,7 @@ def _kept(kept: OrderedDict[str, Manifest], digest: str | None) -> Manifest | No
 
 def device_facts(device: Any) -> dict[str, Any]:
     """``device_type`` and ``device_id``: equal ids mean one physical device (``""`` for a CPU)."""
-    if device.type == "cpu":
-        return {"device_type": "cpu", "device_id": ""}
-    module = getattr(torch, device.type)
-    index = device.index if device.index is not None else module.current_device()
-    properties = module.get_device_properties(index)
-    return {"device_type": device.type, "device_id": str(getattr(properties, "uuid", index))}
+    return {"device_type": device.type, "device_id": identity(device)}
 
 
 def pack_status(status: OpStatus) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class TenantsTrainer(AdaptedTrainer):
         with torch.no_grad():
             for key, parameter in self.model.named_parameters():
                 if "lora_" in key and (not names or any(f".{name}." in f"{key}." for name in names)):
-                    parameter.add_(torch.randn(parameter.shape).to(parameter.dtype))
+                    parameter.add_(torch.randn(parameter.shape).to(parameter))
 
     def logits_of(self, name: str) -> torch.Tensor:
         active = self.model.active_adapter

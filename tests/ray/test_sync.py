@@ -42,7 +42,7 @@ def test_rollouts_follow_the_trainer_bit_for_bit(actors: Any) -> None:
             assert report.version == version
             assert get([r.weights_version.remote() for r in rollouts]) == [version, version]
             get(trainer.step.remote(version))
-        assert report.mode == "gloo"
+        assert report.mode == actors.mode
         assert report.tensors == len(get(trainer.digests.remote()))
         assert report.nbytes == sum(v.numel() * v.element_size() for v in TrainerBase(0).model.state_dict().values())
         assert [r.name for r in report.replicas] == ["rollout[0]", "rollout[1]"]
@@ -639,12 +639,12 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="in_flight is 'drop'"):
             manager.sync_weights(in_flight="drop")
 
-    @pytest.mark.parametrize("mode", ["nccl", "hccl"])
-    def test_a_transport_without_its_device(self, actors: Any, mode: str) -> None:
+    @pytest.mark.parametrize(("mode", "needs"), [("nccl", "cuda device"), ("hccl", "npu device.* torch_npu with CANN")])
+    def test_a_transport_without_its_device(self, actors: Any, mode: str, needs: str) -> None:
         rollout = actors(Rollout)
         before = get(rollout.digests.remote())
         manager = CheckpointEngineManager([actors(Trainer)], [rollout], weight_sync_mode=mode, timeout_s=30)
-        with pytest.raises(ConfigError, match=rf"weight_sync_mode='{mode}' needs every model on"):
+        with pytest.raises(ConfigError, match=rf"weight_sync_mode='{mode}' needs every model on a {needs}"):
             manager.sync_weights()
         assert get(rollout.digests.remote()) == before
 
