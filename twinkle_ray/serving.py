@@ -24,6 +24,7 @@ from twinkle_ray.digest import assemble
 from twinkle_ray.errors import (
     ConfigError,
     NotAgreed,
+    PeerLost,
     ReplicaUnavailable,
     SyncAborted,
     SyncError,
@@ -687,6 +688,10 @@ class Serving:
                 await self._after_failure(running, error)
             except Exception as late:
                 error.add_note(f"while the engine was set right: {type(late).__name__}: {late}")
+            try:
+                self.target.require_alive()
+            except PeerLost as lost:  # which explains whatever its workers say as they end
+                raise lost from error
             raise
         self.version = self.target.version = version
         self.contents = Contents.WHOLE

@@ -258,6 +258,7 @@ class Held:
     """A sink of given ranges and copies that counts what it is asked for."""
 
     in_place = False
+    live = True
     device = CPU
     empty = staticmethod(torch.empty)
 

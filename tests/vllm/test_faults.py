@@ -125,16 +125,19 @@ def test_an_engine_whose_process_is_killed_is_named_and_a_new_one_takes_its_plac
         get([rollout.checkpoint_status.remote() for rollout in rollouts], 120)
         manager.sync_weights()
         os.kill(pid := get(rollouts[0].engine_pid.remote()), signal.SIGKILL)
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)  # it gives its memory back first
+        while psutil.pid_exists(pid):  # it gives its memory back first, and its parent notices then
+            time.sleep(0.05)
         begun = time.monotonic()
-        with pytest.raises(SyncError, match=r"rollout\[0\]") as caught:
+        with pytest.raises(PeerLost, match=r"rollout\[0\].*the process of this vLLM engine is dead") as caught:
             manager.sync_weights()
         assert time.monotonic() - begun < 15
         assert caught.value.actors == ("rollout[0]",)
         expected = Bench(checkpoints, "llama", trainer, rollouts).expected
-        assert tokens(get(rollouts[1].generate.remote(models.PROMPTS, models.NEW_TOKENS))) == expected["1"]
-        assert get(rollouts[1].checkpoint_status.remote()).contents is Contents.WHOLE
+        if get(rollouts[1].checkpoint_status.remote()).contents is Contents.WHOLE:
+            assert tokens(get(rollouts[1].generate.remote(models.PROMPTS, models.NEW_TOKENS))) == expected["1"]
+        else:  # the first byte had come when the other one's worker ended
+            with pytest.raises(ReplicaUnavailable, match="mixture"):
+                get(rollouts[1].generate.remote(["hello"], 4))
         get(rollouts[0].make.remote(checkpoints / "llama-0"), 120)
         manager.sync_weights()
         for rollout in rollouts:
