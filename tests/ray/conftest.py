@@ -10,6 +10,8 @@ import pytest
 import ray
 import yaml
 
+from tests.actors import Rollout, Trainer
+
 
 class Stage:
     """``stage(kind, *args, **kwargs)`` starts an actor.
@@ -78,6 +80,23 @@ def reused(pool: dict[Any, list[Any]], stage: Stage) -> Iterator[Any]:
         except ray.exceptions.RayError:
             continue
         pool[kind, stage.mode].append(actor)
+
+
+@pytest.fixture
+def stocked(reused: Any, stage: Stage) -> Iterator[Any]:
+    """``make(kind, *args, **kwargs)`` as ``reused`` for the two stock kinds; other actors are killed afterwards."""
+    others: list[Any] = []
+
+    def make(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind in (Trainer, Rollout):
+            return reused(kind, *args, **kwargs)
+        others.append(stage(kind, *args, **kwargs))
+        return others[-1]
+
+    make.mode = stage.mode  # type: ignore[attr-defined]
+    yield make
+    for actor in others:
+        ray.kill(actor)
 
 
 def npu_runtime_env(root: Path, library: Path) -> dict[str, Any]:

@@ -27,6 +27,11 @@ from twinkle_ray.types import Contents
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
+@pytest.fixture
+def actors(stocked: Any) -> Any:
+    return stocked
+
+
 def get(ref: Any, timeout: float = 30) -> Any:
     return ray.get(ref, timeout=timeout)
 
@@ -280,6 +285,11 @@ def test_trainers_that_own_a_default_process_group_keep_it(actors: Any) -> None:
         dist.all_reduce(value)
         return value.item()
 
+    def part(actor: TrainerBase) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -293,6 +303,7 @@ def test_trainers_that_own_a_default_process_group_keep_it(actors: Any) -> None:
         held = get(trainers[0].digests.remote())
         assert get([r.digests.remote() for r in rollouts]) == [held, held]
         assert get([t.call.remote(total) for t in trainers]) == [3.0, 3.0]
+    get([t.call.remote(part) for t in trainers])
 
 
 def test_a_changed_model_is_agreed_anew(actors: Any) -> None:
