@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from twinkle_ray.adapter import the_active
 from twinkle_ray.errors import ConfigError
 from twinkle_ray.types import MERGED, PLAIN, Contents, RolloutStatus, TrainerStatus
 
@@ -80,6 +79,30 @@ def decide(wanted: Wanted, trainer: TrainerStatus, rollouts: Mapping[str, Rollou
     return Sending(
         base=None if there else PLAIN, base_id=trainer.base_id, adapter=adapter, default=wanted.adapter is None
     )
+
+
+def the_active(names: tuple[str, ...], active: tuple[str, ...]) -> str:
+    """The one adapter that is meant where none was named.
+
+    Args:
+        names: of all adapters of the trainer.
+        active: of those that its forward pass uses.
+
+    Raises:
+        ConfigError: there is no adapter, none of them is active, or several are.
+    """
+    if not names:
+        raise ConfigError(
+            "the trainer's model has no LoRA adapter that could be sent alone; use merge_and_sync=True, which sends "
+            "the whole model"
+        )
+    if len(active) != 1:
+        found = f"{', '.join(active)} are active at once" if active else "none is active"
+        raise ConfigError(
+            f"which of the trainer's adapters ({', '.join(names)}) is to be sent alone cannot be told: {found}; name "
+            "it with sync_weights(adapter=...), or sync merged"
+        )
+    return active[0]
 
 
 def disagreements(answers: Mapping[str, list[dict[str, Any]]]) -> list[str]:
