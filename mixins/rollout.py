@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -24,8 +27,17 @@ class RolloutActorMixin:
     checkpoint_timeout_s: float = DEFAULT_TIMEOUT_S
     """Seconds that one blocking call may take, where the caller does not say."""
 
+    checkpoint_request_wait_s: float = 60.0
+    """Seconds that a request waits for an update of the weights to end; then, and with 0 at once, it gets a
+    :class:`~twinkle_ray.errors.ReplicaUnavailable`. Read when the engine is first seen."""
+
     __twinkle_serving: Serving | None = None
     __twinkle_held: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _then_hold(cls.__init__)  # type: ignore[method-assign]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Before the user's __init__ makes the engine: vLLM's processes inherit this, and our vLLM plugin acts on it.
@@ -187,15 +199,50 @@ class RolloutActorMixin:
         result: tuple[str, ...] = self.__serving().run("wake_up", {"tags": tags}, self.checkpoint_timeout_s)
         return result
 
+    def _twinkle_hold(self, reason: str) -> None:
+        self.__serving().start(f"hold-{os.getpid()}", "hold", {"reason": reason})
+
     def __serving(self) -> Serving:
         held = self.checkpoint_target()
         with making():
             # An engine that was made anew holds none of the weights that its forerunner had.
             if self.__twinkle_serving is None or self.__twinkle_held is not held:
-                self.__twinkle_serving = Serving(target_for(held, self.__advance))
+                self.__twinkle_serving = Serving(target_for(held, self.__advance, self.checkpoint_request_wait_s))
                 self.__twinkle_held = held
             return self.__twinkle_serving
 
     def __advance(self, seconds: float) -> None:
         if self.__twinkle_serving is not None:
             self.__twinkle_serving.advance(seconds)
+
+
+def _then_hold(init: Callable[..., None]) -> Callable[..., None]:
+    """An actor that Ray has started again has the weights that its engine was made with, not those that it had: it may
+    serve nobody before a sync has reached it."""
+
+    @functools.wraps(init)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        outermost = "_twinkle_making" not in vars(self)  # and not one that another class's __init__ calls
+        if outermost:
+            self._twinkle_making = True
+        try:
+            init(self, *args, **kwargs)
+        finally:
+            if outermost:
+                del self._twinkle_making
+        if outermost and _restarted():
+            with contextlib.suppress(UnsupportedActor):  # no engine yet: made later, it is found empty then
+                self._twinkle_hold(
+                    "Ray has started this rollout again and no sync has brought its weights yet; sync first"
+                )
+
+    return wrapped
+
+
+def _restarted() -> bool:
+    import ray
+
+    if not ray.is_initialized():
+        return False
+    context = ray.get_runtime_context()
+    return bool(context.get_actor_id() and context.was_current_actor_reconstructed)

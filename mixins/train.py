@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from twinkle_ray.checking import process_facts
 from twinkle_ray.checkpoint_engine import DEFAULT_TIMEOUT_S, metadata_of, rendezvous_of
 from twinkle_ray.errors import ConfigError, UnsupportedActor
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
@@ -58,6 +59,11 @@ class TrainActorMixin:
     def checkpoint_manifest(self, merge: bool = True) -> list[Any]:
         """Names, shapes, dtypes and kinds of what is sent, in JSON form; ``merge`` as in :meth:`checkpoint_status`."""
         return self.__training().manifest(merge=merge)
+
+    def checkpoint_facts(self, backend: str | None = None) -> dict[str, Any]:
+        """Versions and free memory of this process, and whether a backend can be used in it; see
+        :func:`twinkle_ray.checking.process_facts`."""
+        return process_facts(self.__training().endpoint.device, backend)
 
     def checkpoint_adapter(self, name: str | None = None) -> dict[str, Any]:
         """One LoRA adapter, as it would be sent alone: ``name``, ``config``, ``manifest`` and ``digest``, plain data.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -48,9 +49,20 @@ class TinyLM(torch.nn.Module):
 def digests(module: torch.nn.Module) -> dict[str, str]:
     """SHA-256 of every tensor of ``state_dict()``, by hashlib over numpy bytes: not our code."""
     return {
-        name: hashlib.sha256(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(
+            value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
         for name, value in module.state_dict().items()
     }
+
+
+def placed(module: torch.nn.Module) -> torch.nn.Module:
+    """On the device of which the environment speaks; see ``tests/ray/conftest.py``."""
+    if os.environ.get("TWINKLE_TEST_DEVICE") != "npu":
+        return module
+    import torch_npu  # noqa: F401
+
+    return module.to("npu")
 
 
 def open_things() -> dict[str, int]:
@@ -82,6 +94,10 @@ def no_power() -> None:
     raise OSError("no more power")
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Probed:
     """What a test asks any actor."""
 
@@ -92,9 +108,10 @@ class Probed:
 
     def logits(self) -> torch.Tensor:
         """Of some tokens, by the model's own forward pass."""
+        tokens = torch.arange(12).reshape(2, 6).to(next(self.model.parameters()).device)
         with torch.no_grad():
-            found: torch.Tensor = self.model.eval()(torch.arange(12).reshape(2, 6))
-        return found
+            found: torch.Tensor = self.model.eval()(tokens)
+        return found.cpu()
 
     def things(self) -> dict[str, int]:
         return open_things()
@@ -113,7 +130,7 @@ class Probed:
 class TrainerBase(Probed, TrainActorMixin):
     def __init__(self, seed: int = 0, **model: Any) -> None:
         torch.set_num_threads(1)
-        self.model = TinyLM(seed, **model)
+        self.model = placed(TinyLM(seed, **model))
 
     def step(self, seed: int) -> None:
         """Change every parameter and buffer."""
@@ -126,7 +143,7 @@ class TrainerBase(Probed, TrainActorMixin):
 class RolloutBase(Probed, RolloutActorMixin):
     def __init__(self, seed: int = 1000, **model: Any) -> None:
         torch.set_num_threads(1)
-        self.model = TinyLM(seed, **model)
+        self.model = placed(TinyLM(seed, **model))
 
 
 Trainer = ray.remote(num_cpus=0.1)(TrainerBase)

@@ -24,6 +24,8 @@ _DEFAULTS = {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
+    # torch asks the name server for the name of each address that a store connects to; a lost packet costs 5 s.
+    "RES_OPTIONS": "timeout:1 attempts:1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "twinkle_ray_tests" / "vllm"),
     "HF_HUB_OFFLINE": "1",
@@ -35,6 +37,12 @@ for _name, _value in _DEFAULTS.items():
 # A driver must start its own Ray here, not join whatever the shell points at.
 for _name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_NAMESPACE"):
     os.environ.pop(_name, None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=["cpu", "npu"], default="cpu", help="where tests/ray puts models; npu: simulated"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,7 +57,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[str]:
-    """A local Ray with eight logical CPUs, started once; the value is its address.
+    """A local Ray with eight logical CPUs and eight logical NPUs, started once; the value is its address.
 
     Actors outlive a test that forgets them, so tests kill what they start.
     """
@@ -61,6 +69,7 @@ def ray_cluster() -> Iterator[str]:
         ray.init(
             num_cpus=8,
             num_gpus=0,
+            resources={"NPU": 8},
             include_dashboard=False,
             namespace=f"test-{uuid.uuid4().hex[:8]}",
             logging_level=logging.WARNING,
@@ -70,3 +79,17 @@ def ray_cluster() -> Iterator[str]:
     finally:
         ray.shutdown()
         shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``libhccl.so`` of the simulator; see ``tests/ascend/simulator.py``."""
+    from tests.ascend import simulator
+
+    return simulator.build(tmp_path_factory.mktemp("cann"))
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """Kind of device on which the actors of a test have their models."""
+    return str(request.config.getoption("--device"))

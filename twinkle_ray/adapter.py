@@ -76,27 +76,3 @@ class Adapter:
         text = json.dumps([manifest.digest, config], sort_keys=True)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return Adapter(name, config, manifest, tuple(tensor for _, tensor in pairs), digest)
-
-
-def the_active(names: tuple[str, ...], active: tuple[str, ...]) -> str:
-    """The one adapter that is meant where none was named.
-
-    Args:
-        names: of all adapters of the trainer.
-        active: of those that its forward pass uses.
-
-    Raises:
-        ConfigError: there is no adapter, none of them is active, or several are.
-    """
-    if not names:
-        raise ConfigError(
-            "the trainer's model has no LoRA adapter that could be sent alone; use merge_and_sync=True, which sends "
-            "the whole model"
-        )
-    if len(active) != 1:
-        found = f"{', '.join(active)} are active at once" if active else "none is active"
-        raise ConfigError(
-            f"which of the trainer's adapters ({', '.join(names)}) is to be sent alone cannot be told: {found}; name "
-            "it with sync_weights(adapter=...), or sync merged"
-        )
-    return active[0]

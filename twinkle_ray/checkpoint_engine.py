@@ -22,6 +22,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ import torch
 from twinkle_ray import backends, topology
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.endpoint import Endpoint, Operation
-from twinkle_ray.errors import ConfigError, SyncError
+from twinkle_ray.errors import ConfigError, SyncError, SyncTimeout
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.stream import receive_stream, send_stream
 from twinkle_ray.transfer import wire_device
@@ -116,6 +117,7 @@ class GroupCheckpointEngine(CheckpointEngine):
             raise ConfigError(f"timeout is {timeout}, but it must be a positive number of seconds")
         self.bucket_size = bucket_size
         self.timeout = timeout
+        self._handshake_s = self._handshake_seconds()
         self.is_master = False
         self._rank: int | None = None
         self._device = torch.device(device) if device is not None else None
@@ -154,7 +156,7 @@ class GroupCheckpointEngine(CheckpointEngine):
                 f"rank {rank} needs master_metadata, the dict that prepare() returned on rank 0 (where is_master is "
                 "set before prepare())"
             )
-        endpoint.connect(rank, world_size, rendezvous, Deadline.after(self.timeout)).outcome()
+        endpoint.connect(rank, world_size, rendezvous, Deadline.after(self._handshake_s)).outcome()
         self._rank = rank
 
     async def send_weights(self, weight_generator: Weights) -> None:
@@ -171,7 +173,10 @@ class GroupCheckpointEngine(CheckpointEngine):
         endpoint = self._made_endpoint()
 
         def work(operation: Operation) -> None:
-            send_stream(_group_of(endpoint), weight_generator, self.bucket_size, operation.deadline)
+            group = _group_of(endpoint)
+            self._handshake(group, operation.deadline)
+            send_stream(group, weight_generator, self.bucket_size, operation.deadline)
+            _meet(group, operation.deadline)  # else the sender could leave before the last bucket is asked for
 
         await _outcome(endpoint.start("send_weights", work, Deadline.after(self.timeout)))
 
@@ -190,6 +195,7 @@ class GroupCheckpointEngine(CheckpointEngine):
 
         def work(operation: Operation) -> None:
             group = _group_of(endpoint)
+            self._handshake(group, operation.deadline)
             for item in receive_stream(group, wire_device(group, endpoint.device), operation.deadline):
                 while not operation.ended.is_set():
                     try:
@@ -197,6 +203,7 @@ class GroupCheckpointEngine(CheckpointEngine):
                         break
                     except queue.Full:
                         continue
+            _meet(group, operation.deadline)
 
         operation = endpoint.start("receive_weights", work, Deadline.after(self.timeout))
         try:
@@ -229,6 +236,13 @@ class GroupCheckpointEngine(CheckpointEngine):
         if self._endpoint is not None:
             self._endpoint.abort(reason)
 
+    def _handshake_seconds(self) -> float:
+        return self.timeout
+
+    def _handshake(self, group: SyncGroup, deadline: Deadline) -> None:
+        """Before any metadata is sent all ranks must have come to the transfer."""
+        _meet(group, Deadline.after(min(self._handshake_s, deadline.remaining())))
+
     def _made_endpoint(self) -> Endpoint:
         if self._endpoint is None:
             self._endpoint = Endpoint(self._device or _current_device(self.backend))
@@ -239,6 +253,33 @@ class NCCLCheckpointEngine(GroupCheckpointEngine):
     """Between NVIDIA GPUs, over NCCL through cupy."""
 
     backend = "TWINKLE_NCCL"
+
+
+class HCCLCheckpointEngine(GroupCheckpointEngine):
+    """Between Ascend NPUs, over HCCL.
+
+    The environment variable ``TWINKLE_CKPT_HCCL_META_TIMEOUT_S``, an integer number of seconds and 300 without it,
+    bounds the handshakes: that all ranks come to :meth:`init_process_group`, and that all come to a transfer before its
+    first metadata is sent. Read at construction.
+
+    Raises:
+        ConfigError: as the base class, or the variable is not an integer above 0.
+    """
+
+    backend = "TWINKLE_HCCL"
+
+    def _handshake_seconds(self) -> float:
+        return _positive_seconds("TWINKLE_CKPT_HCCL_META_TIMEOUT_S", 300)
+
+    def _handshake(self, group: SyncGroup, deadline: Deadline) -> None:
+        try:
+            super()._handshake(group, deadline)
+        except SyncTimeout:
+            raise SyncTimeout(
+                f"not all ranks came to the transfer within {self._handshake_s:.0f} s "
+                "(TWINKLE_CKPT_HCCL_META_TIMEOUT_S); nothing was sent",
+                phase="transfer",
+            ) from None
 
 
 class GlooCheckpointEngine(GroupCheckpointEngine):
@@ -271,6 +312,18 @@ def rendezvous_of(metadata: Any, endpoint: Endpoint | None) -> Rendezvous | None
             "master_metadata is not what prepare() returned on rank 0 (a dict with group, backend, host, store_port "
             "and watch_port)"
         ) from None
+
+
+def _meet(group: SyncGroup, deadline: Deadline) -> None:
+    group.rally()
+    group.synchronize(deadline)
+
+
+def _positive_seconds(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip() or str(default)
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise ConfigError(f"the environment variable {name} is {text!r}, but it must be an integer of seconds above 0")
+    return int(text)
 
 
 async def _outcome(operation: Operation) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 import ray
 
 from twinkle_ray import classic, topology
+from twinkle_ray.checking import CheckReport
+from twinkle_ray.dry_run import dry_run
 from twinkle_ray.errors import (
     ConfigError,
     ManifestMismatch,
@@ -27,9 +29,9 @@ from twinkle_ray.errors import (
 )
 from twinkle_ray.manifest import Manifest, agree_cuts, agree_dtypes
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
-from twinkle_ray.replica import Replica, Trainer, replicas_of, trainers_of
+from twinkle_ray.replica import BACKENDS, Replica, Trainer, find, replicas_of, trainers_of
 from twinkle_ray.rounds import Call, Op, Round
-from twinkle_ray.sending import Sending, Wanted, decide, idle_lora, require_lora
+from twinkle_ray.sending import Sending, Wanted, decide, disagreements, idle_lora, require_lora
 from twinkle_ray.topology import Topology
 from twinkle_ray.types import (
     MERGED,
@@ -46,9 +48,9 @@ from twinkle_ray.types import (
 
 logger = logging.getLogger("twinkle_ray")
 
-BACKENDS = {"nccl": "TWINKLE_NCCL", "hccl": "TWINKLE_HCCL", "gloo": "TWINKLE_GLOO"}
 MODES = ("auto", *BACKENDS, "naive")
 IN_FLIGHT = ("wait", "abort", "keep")
+ON_DEAD = ("error", "drop")
 _DEVICE_BACKEND = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _CLEANUP_S = 5.0
 
@@ -103,6 +105,8 @@ class CheckpointEngineManager:
         adapters: whether LoRA adapters will be sent alone (``merge_and_sync=False``, or by name). If it is said, vLLM's
             settings are checked here, which waits for the rollouts: LoRA off where adapters are to come is an error, on
             where they are not a warning. ``None``: checked at each sync for what it asks.
+        on_dead_rollout: what becomes of a sync in which a rollout turns out to be dead: ``error``, or ``drop`` it and
+            go on with the others.
 
     Attributes:
         train_actors, rollout_actors: the handles.
@@ -126,6 +130,7 @@ class CheckpointEngineManager:
         bucket_size: int = DEFAULT_BUCKET_SIZE,
         timeout_s: float = 300.0,
         adapters: bool | None = None,
+        on_dead_rollout: str = "error",
     ) -> None:
         if weight_sync_mode not in MODES:
             raise ConfigError(f"weight_sync_mode is {weight_sync_mode!r}; it must be one of {', '.join(MODES)}")
@@ -133,12 +138,16 @@ class CheckpointEngineManager:
             raise ConfigError(f"bucket_size is {bucket_size!r}, but it must be a positive number of bytes")
         if not 0 < timeout_s < math.inf:
             raise ConfigError(f"timeout_s is {timeout_s!r}, but it must be a positive number of seconds, not endless")
+        if on_dead_rollout not in ON_DEAD:
+            raise ConfigError(f"on_dead_rollout is {on_dead_rollout!r}; it must be one of {', '.join(ON_DEAD)}")
         if sleep_level < 0:
             raise ConfigError(f"sleep_level is {sleep_level}, but it must be 0, 1 or 2")
         if weight_sync_mode == "naive" and train_group is None:
             raise ConfigError("weight_sync_mode='naive' needs a train_group, the object that moves the weights itself")
         self._trainers: tuple[Trainer, ...] = trainers_of(train_actors)
         self._replicas: tuple[Replica, ...] = replicas_of(rollout_replicas)
+        self._ever = len(self._replicas)
+        self._on_dead = on_dead_rollout
         if is_colocated and sleep_level >= 2:
             logger.warning(
                 "sleep_level=%d is capped to 1 in colocated mode: level 2 discards the weights, and an engine outside "
@@ -241,6 +250,87 @@ class CheckpointEngineManager:
         """:meth:`sync_weights` for drivers with an event loop, which stays free meanwhile."""
         return await asyncio.to_thread(self.sync_weights, merge_and_sync, adapter=adapter, in_flight=in_flight)
 
+    # --- who takes part ----------------------------------------------------------------------------------------
+
+    def add_rollout(self, rollout: Any) -> str:
+        """Let one more rollout take part from the next sync on. Unless it holds a whole version it refuses to generate
+        until that sync has brought base and adapter.
+
+        Args:
+            rollout: as those that the manager was made with.
+
+        Returns:
+            Its name, ``rollout[i]``; the number is nobody else's, now or later.
+
+        Raises:
+            ConfigError: it is there already.
+            UnsupportedActor: it lacks the checkpoint-engine methods.
+            SyncError: it is dead, or does not answer in time.
+        """
+        with self._alone():
+            (replica,) = replicas_of([rollout], self._replicas, self._ever)
+            if replica.has_mixin:
+                reason = "this rollout has just joined and no sync has brought its weights yet; sync first"
+                op = Op(handle=replica.handle, op="hold", request={"reason": reason})
+                self._round("prepare", Deadline.after(self.timeout_s)).run({replica.name: op})
+            self._ever += 1
+            self._replicas = (*self._replicas, replica)
+            self._last = None  # so that everyone is asked
+            return replica.name
+
+    def remove_rollout(self, rollout: Any) -> None:
+        """Let a rollout take part no more. It leaves the group, if it lives, and goes on serving what it holds.
+
+        Args:
+            rollout: its name, or what was given for it.
+
+        Raises:
+            ConfigError: it is not one of this manager's, or the last one.
+        """
+        with self._alone():
+            replica = find(self._replicas, rollout)
+            if len(self._replicas) == 1:
+                raise ConfigError(f"{replica.name} is the last rollout; add another one before it is removed")
+            self._drop([replica.name])
+            if replica.has_mixin:
+                self._best_effort([], [(replica, "leave", {})])
+
+    def replace_trainers(self, train_actors: Sequence[Any]) -> None:
+        """Let other trainer actors send from now on. The old ones leave the group, if they live.
+
+        Raises:
+            ConfigError: no trainers, or one twice.
+            UnsupportedActor: one lacks the checkpoint-engine methods.
+        """
+        with self._alone():
+            trainers = trainers_of(train_actors)
+            before, self._trainers = self._trainers, trainers
+            kept = {id(trainer.handle) for trainer in trainers}
+            self._forget()
+            gone = [t for t in before if t.has_mixin and id(t.handle) not in kept]
+            self._best_effort([t.handle.finalize_checkpoint_engine.remote(True) for t in gone], [])
+
+    def _drop(self, names: Sequence[str]) -> None:
+        self._replicas = tuple(replica for replica in self._replicas if replica.name not in names)
+        for name in names:
+            self._sleeping.pop(name, None)
+        self._forget()
+
+    def _dead_rollouts(self) -> list[str]:
+        """The rollouts whose actors are dead for good, as Ray says within a second."""
+        refs = {r.name: r.handle.checkpoint_status.remote() for r in self._replicas}
+        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=1.0)
+        dead = []
+        for name, ref in refs.items():
+            try:
+                if ref in ready:
+                    ray.get(ref, timeout=1.0)
+            except ray.exceptions.ActorDiedError:
+                dead.append(name)
+            except Exception:
+                logger.debug("%s lives, but its status could not be had", name, exc_info=True)
+        return dead
+
     # --- adapters beside those of the trainer ------------------------------------------------------------------
 
     def attach_adapter(self, name: str, path: str) -> None:
@@ -274,6 +364,23 @@ class CheckpointEngineManager:
                 r.name: Op(handle=r.handle, op=op, request=request) for r in self._replicas
             }
             Round(op, Deadline.after(self.timeout_s)).run_each(members)
+
+    def check(self, merge_and_sync: bool = True, *, adapter: str | None = None) -> CheckReport:
+        """A dry run of :meth:`sync_weights`: everything is compared, no weights move, and nothing is changed.
+
+        Names, shapes and dtypes of every tensor, adapters and what vLLM can serve, the backend in every process,
+        versions, memory for staging, and whether everybody answers and is awake.
+
+        Raises:
+            CheckFailed: a sync would fail; ``problems`` has one sentence for each reason, all at once.
+        """
+        with self._alone():
+            if not self._has_mixins():
+                raise ConfigError("check() needs actors with twinkle_ray.mixins; others cannot be asked")
+            wanted = Wanted(merge=merge_and_sync and adapter is None, adapter=adapter)
+            return dry_run(
+                self._trainers, self._replicas, wanted, self._mode_for, self.bucket_size, Deadline.after(self.timeout_s)
+            )
 
     def verify(self) -> VerifyReport:
         """Compare digests of every tensor of the base: the trainer's, as sent, and each rollout's, read back from its
@@ -387,19 +494,28 @@ class CheckpointEngineManager:
 
     def _sync_group(self, wanted: Wanted, in_flight: str, phases: dict[str, float], start: float) -> SyncReport:
         deadline = Deadline.after(self.timeout_s)
-        try:
-            results = self._sync_as_agreed(wanted, in_flight, phases, deadline)
-            if results is None:
-                results = self._sync_anew(wanted, in_flight, phases, deadline)
-        except SyncError as error:
-            self._forget()
-            error.versions = self._ask_rollouts("weights_version")
-            raise
-        except BaseException:
-            # Refused input leaves the group as it is, if it stands; an interrupt in the transfer does not.
-            if self._group is None or "transfer" in phases:
+        dropped: list[str] = []
+        while True:
+            try:
+                results = self._sync_as_agreed(wanted, in_flight, phases, deadline)
+                if results is None:
+                    results = self._sync_anew(wanted, in_flight, phases, deadline)
+                break
+            except SyncError as error:
                 self._forget()
-            raise
+                dead = self._dead_rollouts() if self._on_dead == "drop" else []
+                if dead and len(dead) < len(self._replicas) and not deadline.expired:
+                    logger.warning("%s: dropped, because its actor is dead (%s)", ", ".join(dead), error)
+                    self._drop(dead)
+                    dropped += dead
+                    continue
+                error.versions = self._ask_rollouts("weights_version")
+                raise
+            except BaseException:
+                # Refused input leaves the group as it is, if it stands; an interrupt in the transfer does not.
+                if self._group is None or "transfer" in phases:
+                    self._forget()
+                raise
         assert self._group is not None
         assert self._last is not None
         sent = results[self._trainers[0].name]
@@ -414,6 +530,7 @@ class CheckpointEngineManager:
             sender=sent["seconds"],
             base=self._last.base or "",
             adapter=self._last.adapter,
+            dropped=tuple(dropped),
         )
 
     def _forget(self) -> None:
@@ -527,6 +644,7 @@ class CheckpointEngineManager:
                 raise ConfigError(
                     f"weight_sync_mode={self._mode!r} needs every model on a {want} device, but these are on "
                     f"{', '.join(sorted(kinds))}; use 'auto' or 'gloo'"
+                    + (", or torch_npu with CANN and .to('npu')" if want == "npu" else "")
                 )
             if self._mode == "nccl" and len(set(ids)) < len(ids):
                 raise ConfigError(
@@ -557,7 +675,11 @@ class CheckpointEngineManager:
     ) -> None:
         self._forget()
         backend = BACKENDS[mode]
-        made = topology.build(len(self._trainers), [rollouts[r.name].workers for r in self._replicas])
+        made = topology.build(
+            len(self._trainers),
+            [rollouts[r.name].workers for r in self._replicas],
+            [r.name for r in self._replicas],
+        )
         prepared = self._round("prepare", deadline).run(
             {
                 t.name: Call(ref=t.handle.prepare_checkpoint_engine.remote(i == 0, backend, fresh=True))
@@ -597,16 +719,9 @@ class CheckpointEngineManager:
         answers = self._round("agree", deadline).run(
             {r.name: Op(handle=r.handle, op="agree", request={"manifest": own.as_json()}) for r in self._replicas}
         )
-        problems: list[str] = []
-        wanted: list[list[str | None]] = []
-        for name, workers in answers.items():
-            for worker in workers:
-                found = [*worker["unknown"], *worker["mismatched"]]
-                found += [f"{tensor}: the trainer does not send it" for tensor in worker["missing"]]
-                problems += [text for problem in found if (text := f"{name}: {problem}") not in problems]
-                wanted.append(list(worker["dtypes"]))
-        if problems:
+        if problems := disagreements(answers):
             raise mismatch(tuple(problems), "the rollouts")
+        wanted = [list(worker["dtypes"]) for workers in answers.values() for worker in workers]
         cuts = agree_cuts(own, [worker["cuts"] for workers in answers.values() for worker in workers])
         wire = own.with_dtypes(agree_dtypes(own, wanted)).with_cuts(cuts)
         dtypes = tuple(meta.dtype for meta in wire)

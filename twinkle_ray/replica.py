@@ -8,6 +8,9 @@ from typing import Any
 
 from twinkle_ray.errors import ConfigError, UnsupportedActor
 
+BACKENDS = {"nccl": "TWINKLE_NCCL", "hccl": "TWINKLE_HCCL", "gloo": "TWINKLE_GLOO"}
+"""Backends by the modes of a sync that use them."""
+
 TRAINER_METHODS = (
     "prepare_checkpoint_engine",
     "init_checkpoint_process_group",
@@ -72,8 +75,12 @@ def trainers_of(actors: Sequence[Any]) -> tuple[Trainer, ...]:
     return trainers
 
 
-def replicas_of(rollouts: Sequence[Any]) -> tuple[Replica, ...]:
+def replicas_of(rollouts: Sequence[Any], known: Sequence[Replica] = (), first: int = 0) -> tuple[Replica, ...]:
     """Check and name the rollouts: actor handles, or objects whose ``primary`` is one.
+
+    Args:
+        known: others that are there already.
+        first: number of the first one.
 
     Raises:
         ConfigError: none, or one twice.
@@ -81,17 +88,36 @@ def replicas_of(rollouts: Sequence[Any]) -> tuple[Replica, ...]:
     """
     replicas = tuple(
         Replica(f"rollout[{i}]", rollout if has_method(rollout, ROLLOUT_METHODS[0]) else primary(rollout), rollout)
-        for i, rollout in enumerate(rollouts)
+        for i, rollout in enumerate(rollouts, start=first)
     )
     if not replicas:
         raise ConfigError("rollout_replicas is empty; a sync needs at least one rollout actor")
-    _check([(r.name, r.handle) for r in replicas], ROLLOUT_METHODS, "RolloutActorMixin")
+    _check([(r.name, r.handle) for r in (*known, *replicas)], ROLLOUT_METHODS, "RolloutActorMixin")
     return replicas
+
+
+def find(replicas: Sequence[Replica], wanted: Any) -> Replica:
+    """One of these, by its name, its handle or the object that was given for it.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    key = _key(primary(wanted)) if not isinstance(wanted, str) else None
+    for replica in replicas:
+        if replica.owner is wanted or (replica.name == wanted if key is None else _key(replica.handle) == key):
+            return replica
+    who = wanted if isinstance(wanted, str) else "this rollout"
+    names = ", ".join(replica.name for replica in replicas)
+    raise ConfigError(f"{who} is not, or not any more, one of this manager's; it has {names}")
 
 
 def primary(rollout: Any) -> Any:
     """The actor behind a replica object; a bare handle stands for itself."""
     return getattr(rollout, "primary", rollout)
+
+
+def _key(handle: Any) -> Any:
+    return getattr(handle, "_actor_id", None) or id(handle)
 
 
 def _check(members: list[tuple[str, Any]], methods: Sequence[str], mixin: str) -> None:
@@ -103,7 +129,7 @@ def _check(members: list[tuple[str, Any]], methods: Sequence[str], mixin: str) -
                 f"{name} has no {missing[0]}(); let its class inherit twinkle_ray.mixins.{mixin} (it must be a Ray "
                 "actor handle or an object whose .primary is one)"
             )
-        key = getattr(handle, "_actor_id", None) or id(handle)
+        key = _key(handle)
         if key in seen:
             raise ConfigError(f"{name} is the same actor as {seen[key]}; give each actor once")
         seen[key] = name

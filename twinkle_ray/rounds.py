@@ -139,20 +139,25 @@ class Round:
 
         The results of those that succeeded are on the error as ``done``.
         """
-        done: dict[str, Any] = {}
-        failure: BaseException | None = None
-        rounds = {name: Round(self.phase, self._deadline, owner=self._owner) for name in members}
-        for name, member in members.items():
-            rounds[name]._send(name, member)
-        for single in rounds.values():
-            try:
-                done |= single.run({})
-            except Exception as error:
-                failure = failure or error
-        if failure is not None:
+        done, failures = self.run_all(members)
+        for failure in failures.values():
             failure.__dict__["done"] = done
             raise failure
         return done
+
+    def run_all(self, members: Mapping[str, Call | Op]) -> tuple[dict[str, Any], dict[str, Exception]]:
+        """Like :meth:`run`, but every member runs to its own end: results and failures, by member name."""
+        done: dict[str, Any] = {}
+        failures: dict[str, Exception] = {}
+        rounds = {name: Round(self.phase, self._deadline, owner=self._owner) for name in members}
+        for name, member in members.items():
+            rounds[name]._send(name, member)
+        for name, single in rounds.items():
+            try:
+                done |= single.run({})
+            except Exception as error:
+                failures[name] = error
+        return done, failures
 
     def _send(self, name: str, member: Call | Op) -> None:
         if isinstance(member, Call):

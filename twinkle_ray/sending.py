@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from twinkle_ray.adapter import the_active
 from twinkle_ray.errors import ConfigError
 from twinkle_ray.types import MERGED, PLAIN, Contents, RolloutStatus, TrainerStatus
 
@@ -80,6 +80,45 @@ def decide(wanted: Wanted, trainer: TrainerStatus, rollouts: Mapping[str, Rollou
         for status in rollouts.values()
     )
     return Sending(base=None if there else PLAIN, base_id=trainer.base_id, adapter=adapter, default=default)
+
+
+def the_active(names: tuple[str, ...], active: tuple[str, ...]) -> str:
+    """The one adapter that is meant where none was named.
+
+    Args:
+        names: of all adapters of the trainer.
+        active: of those that its forward pass uses.
+
+    Raises:
+        ConfigError: there is no adapter, none of them is active, or several are.
+    """
+    if not names:
+        raise ConfigError(
+            "the trainer's model has no LoRA adapter that could be sent alone; use merge_and_sync=True, which sends "
+            "the whole model"
+        )
+    if len(active) != 1:
+        found = f"{', '.join(active)} are active at once" if active else "none is active"
+        raise ConfigError(
+            f"which of the trainer's adapters ({', '.join(names)}) is to be sent alone cannot be told: {found}; name "
+            "it with sync_weights(adapter=...), or sync merged"
+        )
+    return active[0]
+
+
+def disagreements(answers: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """One sentence for each tensor that a rollout cannot load or lacks.
+
+    Args:
+        answers: per rollout, of each of its workers the :class:`~twinkle_ray.sinks.Agreement` as a dict.
+    """
+    problems: dict[str, None] = {}
+    for name, workers in answers.items():
+        for worker in workers:
+            found = [*worker["unknown"], *worker["mismatched"]]
+            found += [f"{tensor}: the trainer does not send it" for tensor in worker["missing"]]
+            problems |= dict.fromkeys(f"{name}: {problem}" for problem in found)
+    return list(problems)
 
 
 def require_lora(name: str, status: RolloutStatus) -> None:

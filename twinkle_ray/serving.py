@@ -24,6 +24,7 @@ from twinkle_ray.digest import assemble
 from twinkle_ray.errors import (
     ConfigError,
     NotAgreed,
+    PeerLost,
     ReplicaUnavailable,
     SyncAborted,
     SyncError,
@@ -41,7 +42,7 @@ _GRACE_S = 2.0
 _LOOP_SLICE_S = 0.05
 """The same on an event loop, where an abort is heard between two slices."""
 _CONFIGS_KEPT = 64
-_HARMLESS = ("prepare", "agree", "check_adapter", "digest")
+_HARMLESS = ("prepare", "facts", "agree", "check_adapter", "digest")
 """Operations that change nothing; a new one need not wait for their end."""
 
 _making = threading.Lock()
@@ -64,6 +65,8 @@ class Target(Protocol):
 
     kind: str
     loop: asyncio.AbstractEventLoop | None
+    version: int
+    """Of the weights, as requests are told."""
 
     @property
     def waits(self) -> bool:
@@ -75,6 +78,10 @@ class Target(Protocol):
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Call a method of :class:`WorkerSide` in every worker process; the results in rank order."""
+        ...
+
+    def require_alive(self) -> None:
+        """Raises PeerLost: what serves is gone, though its workers may not know yet."""
         ...
 
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
@@ -137,6 +144,7 @@ class ModuleTarget:
     kind = "module"
     loop: asyncio.AbstractEventLoop | None = None
     losses = 0
+    version = 0
     waits = True
     workers = 1
 
@@ -165,6 +173,9 @@ class ModuleTarget:
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         owner, _, name = method.rpartition(".")
         return [getattr(self._adapters if owner == "adapters" else self._side, name)(*args)]
+
+    def require_alive(self) -> None:
+        pass
 
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
         pass
@@ -269,6 +280,7 @@ class Serving:
         self._attached: set[str] = set()  # of those, what came from directories
         self._configs: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._losses = target.losses
+        self._withheld = ""  # why nobody is served though no weights are torn
         self._numbers = itertools.count(1)
         self._running: _Running | None = None
         self._coroutine: Coroutine[Any, Any, Any] | None = None
@@ -282,8 +294,8 @@ class Serving:
 
         Args:
             key: the caller's name for it, by which it is polled. Unique.
-            op: ``prepare | connect | agree | check_adapter | receive | receive_announced | attach | detach | digest |
-                leave | sleep | wake_up``.
+            op: ``prepare | facts | hold | connect | agree | check_adapter | receive | receive_announced | attach |
+                detach | digest | leave | sleep | wake_up``.
 
         Raises:
             SyncError: the one that runs does not end, and two must not change the weights at once.
@@ -518,6 +530,15 @@ class Serving:
                 self._adapters = {n: int(v) for n, (v, _) in answers[0]["held"].items() if n not in apart}
         return self.status()
 
+    async def _facts(self, running: _Running, backend: str | None) -> list[dict[str, Any]]:
+        return await self.target.call("facts", backend, timeout_s=60.0)
+
+    async def _hold(self, running: _Running, reason: str) -> None:
+        """Serve nobody until a sync has succeeded. Nothing, if one whole version is held."""
+        if self.contents is not Contents.WHOLE:
+            self._withheld = reason
+            await self.target.refuse(ReplicaUnavailable(reason))
+
     async def _connect(
         self, running: _Running, first_rank: int, world_size: int, rendezvous: dict[str, Any], timeout_s: float
     ) -> None:
@@ -691,15 +712,21 @@ class Serving:
             )
             came = settled(statuses[0].result)
             await self._settle(running, came, version)
+            self.target.require_alive()
         except (Exception, asyncio.CancelledError) as error:
             self._group = ""
             try:
                 await self._after_failure(running, error)
             except Exception as late:
                 error.add_note(f"while the engine was set right: {type(late).__name__}: {late}")
+            try:
+                self.target.require_alive()
+            except PeerLost as lost:  # which explains whatever its workers say as they end
+                raise lost from error
             raise
-        self.version = version
+        self.version = self.target.version = version
         self.contents = Contents.WHOLE
+        self._withheld = ""
         if came.base:
             self._base, self._base_id = came.base, came.base_id
         await self.target.resume()
@@ -839,6 +866,8 @@ class Serving:
                     "sync again before it generates"
                 )
             )
+        elif self._withheld:
+            await self.target.refuse(ReplicaUnavailable(self._withheld))
         else:
             await self.target.resume()
 
@@ -904,13 +933,14 @@ def _on_loop(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-def target_for(candidate: Any, advance: Callable[[float], None]) -> Target:
+def target_for(candidate: Any, advance: Callable[[float], None], wait_s: float = 60.0) -> Target:
     """The target for what ``checkpoint_target()`` returned.
 
     Args:
         candidate: a vLLM engine or a torch module.
         advance: drives the running operation; called by requests that wait at a synchronous engine's door, so that an
             actor whose only thread waits there still gets its update done.
+        wait_s: how long a request waits for an update to end before it is refused.
 
     Raises:
         UnsupportedActor: it is neither a vLLM engine nor a torch module.
@@ -919,7 +949,7 @@ def target_for(candidate: Any, advance: Callable[[float], None]) -> Target:
         return ModuleTarget(candidate)
     from twinkle_ray.vllm.engine import adapt
 
-    target: Target | None = adapt(candidate, advance=advance)
+    target: Target | None = adapt(candidate, advance=advance, wait_s=wait_s)
     if target is not None:
         return target
     raise UnsupportedActor(

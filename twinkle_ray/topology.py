@@ -21,22 +21,27 @@ class Topology:
         world_size: members of the group.
         trainer_ranks: per trainer its rank, ``None`` for one that only takes part in gathers.
         rollout_ranks: per rollout the ranks of its workers.
+        names: per rollout its name; by default ``rollout[i]``.
     """
 
     world_size: int
     trainer_ranks: tuple[int | None, ...]
     rollout_ranks: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...] = ()
 
     def owner(self, rank: int) -> str:
         """The member with this rank, as errors name it: ``trainer[0]``, ``rollout[2]``."""
         for index, ranks in enumerate(self.rollout_ranks):
             if rank in ranks:
-                return f"rollout[{index}]"
+                return self.names[index] if self.names else f"rollout[{index}]"
         return f"trainer[{self.trainer_ranks.index(rank)}]" if rank in self.trainer_ranks else f"rank {rank}"
 
 
-def build(trainers: int, workers: Sequence[int]) -> Topology:
+def build(trainers: int, workers: Sequence[int], names: Sequence[str] = ()) -> Topology:
     """Topology of ``trainers`` trainers, the first of which sends, and replicas with ``workers[i]`` workers each.
+
+    Args:
+        names: of the replicas, if they are not numbered from 0 on.
 
     Raises:
         ConfigError: no trainer, no rollout, or a replica without workers.
@@ -52,7 +57,12 @@ def build(trainers: int, workers: Sequence[int]) -> Topology:
             raise ConfigError(f"rollout[{index}] has {count} workers; it needs at least one")
         ranks.append(tuple(range(rank, rank + count)))
         rank += count
-    return Topology(world_size=rank, trainer_ranks=(0, *[None] * (trainers - 1)), rollout_ranks=tuple(ranks))
+    return Topology(
+        world_size=rank,
+        trainer_ranks=(0, *[None] * (trainers - 1)),
+        rollout_ranks=tuple(ranks),
+        names=tuple(names),
+    )
 
 
 def init_arguments(made: Topology, metadata: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from twinkle_ray.adapter import Adapter, the_active
+from twinkle_ray.adapter import Adapter
+from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.digest import tensor_sha256
 from twinkle_ray.endpoint import Endpoint, Operation
 from twinkle_ray.errors import ManifestMismatch, NotAgreed, TwinkleRayError
 from twinkle_ray.lora import active_adapters, adapter_config, adapter_names, has_adapters
 from twinkle_ray.manifest import Manifest
+from twinkle_ray.sending import the_active
 from twinkle_ray.sources import NamedWeights, TensorStream, WeightSource, device_of, gather_only
 from twinkle_ray.transfer import send
 from twinkle_ray.types import MERGED, PLAIN, Deadline, OpState, OpStatus, Rendezvous, TrainerStatus
@@ -293,7 +295,7 @@ class Training:
                 try:
                     # What the caller has put on the device (an optimizer step on any stream) must have ended.
                     with operation.timed("fence"):
-                        _fence(self.endpoint.device)
+                        _fence(self.endpoint.device, group)
                     if name is None:
                         base = None
                         if wire is not None:
@@ -380,7 +382,10 @@ def _closing(streams: list[TensorStream]) -> Iterator[None]:
         stream.close()
 
 
-def _fence(device: torch.device) -> None:
+def _fence(device: torch.device, group: SyncGroup) -> None:
+    if device.type == group.device_type:
+        group.fence()
+        return
     module = getattr(torch, device.type, None)
     if device.type != "cpu" and module is not None:
         module.synchronize(device)

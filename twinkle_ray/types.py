@@ -202,6 +202,7 @@ class SyncReport:
             ``wire``.
         base: kind of the base that was sent, ``plain`` or ``merged``; ``""`` if none was.
         adapter: name of the LoRA adapter that was sent.
+        dropped: names of the rollouts that turned out to be dead and are not the manager's any more.
     """
 
     version: int
@@ -214,6 +215,7 @@ class SyncReport:
     sender: dict[str, float] = field(default_factory=dict)
     base: str = ""
     adapter: str | None = None
+    dropped: tuple[str, ...] = ()
 
     @property
     def gb_per_s(self) -> float:

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
-from twinkle_ray.backends import end_group
+from twinkle_ray.backends import end_group, identity
 from twinkle_ray.backends.base import SyncGroup
+from twinkle_ray.checking import process_facts
 from twinkle_ray.endpoint import Endpoint, Operation
 from twinkle_ray.errors import ConfigError, NotAgreed, SyncError, TwinkleRayError, WireError, mismatch
 from twinkle_ray.manifest import Manifest
@@ -86,6 +87,10 @@ class WorkerSide:
         """Facts about this process: ``device_type``, ``device_id``, ``group`` (its sync group's name while nothing is
         known against it, else ``""``), and what the sink adds."""
         return {**self.sink.describe(), **device_facts(self.sink.device), "group": self.endpoint.sound_group}
+
+    def facts(self, backend: str | None) -> dict[str, Any]:
+        """See :func:`twinkle_ray.checking.process_facts`."""
+        return process_facts(self.sink.device, backend)
 
     def connect(self, first_rank: int, world_size: int, rendezvous: dict[str, Any], timeout_s: float) -> None:
         """Start to join the group of this rendezvous as rank ``first_rank + index``; ``poll`` tells when it is in."""
@@ -373,12 +378,7 @@ def _kept(kept: OrderedDict[str, Manifest], digest: str | None) -> Manifest | No
 
 def device_facts(device: Any) -> dict[str, Any]:
     """``device_type`` and ``device_id``: equal ids mean one physical device (``""`` for a CPU)."""
-    if device.type == "cpu":
-        return {"device_type": "cpu", "device_id": ""}
-    module = getattr(torch, device.type)
-    index = device.index if device.index is not None else module.current_device()
-    properties = module.get_device_properties(index)
-    return {"device_type": device.type, "device_id": str(getattr(properties, "uuid", index))}
+    return {"device_type": device.type, "device_id": identity(device)}
 
 
 def pack_status(status: OpStatus) -> dict[str, Any]:

@@ -3,21 +3,106 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import yaml
+
+from tests.actors import Rollout, Trainer
+
+
+class Stage:
+    """``stage(kind, *args, **kwargs)`` starts an actor.
+
+    Attributes:
+        mode: of a sync between such actors.
+    """
+
+    def __init__(self, mode: str, **options: Any) -> None:
+        self.mode = mode
+        self.made: list[Any] = []
+        self._options = options
+
+    def __call__(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
+        self.made.append(kind.options(**self._options).remote(*args, **kwargs))
+        return self.made[-1]
 
 
 @pytest.fixture
-def actors(ray_cluster: str) -> Iterator[Any]:
-    """``make(kind, *args, **kwargs)`` starts an actor; all are killed afterwards."""
-    made: list[Any] = []
+def stage(ray_cluster: str, device: str, request: pytest.FixtureRequest) -> Stage:
+    """For actors whose models are on ``device``."""
+    if device == "cpu":
+        return Stage("gloo")
+    root, library = request.getfixturevalue("root"), request.getfixturevalue("library")
+    return Stage("hccl", resources={"NPU": 1}, runtime_env=npu_runtime_env(root, library))
+
+
+@pytest.fixture
+def actors(stage: Stage) -> Iterator[Stage]:
+    """A :class:`Stage`, whose actors are killed afterwards."""
+    yield stage
+    for actor in stage.made:
+        ray.kill(actor)
+
+
+@pytest.fixture(scope="session")
+def pool(ray_cluster: str) -> Iterator[dict[Any, list[Any]]]:
+    """Idle actors by class and mode: to start one that imports PEFT takes seconds."""
+    idle: dict[Any, list[Any]] = {}
+    yield idle
+    for actor in (actor for same in idle.values() for actor in same):
+        ray.kill(actor)
+
+
+@pytest.fixture
+def reused(pool: dict[Any, list[Any]], stage: Stage) -> Iterator[Any]:
+    """``make(kind, *args, **kwargs)`` makes an actor of :mod:`tests.actors` anew, in a process that may have been one
+    before. Tests that patch a process put it right again, or kill it."""
+    made: list[tuple[Any, Any]] = []
 
     def make(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        made.append(kind.remote(*args, **kwargs))
-        return made[-1]
+        idle = pool.setdefault((kind, stage.mode), [])
+        if idle:
+            actor = idle.pop()
+            ray.get(actor.call.remote(lambda one: one.__init__(*args, **kwargs)), timeout=60)
+        else:
+            actor = stage(kind, *args, **kwargs)
+        made.append((kind, actor))
+        return actor
 
+    make.mode = stage.mode  # type: ignore[attr-defined]
     yield make
-    for actor in made:
+    for kind, actor in reversed(made):  # rollouts leave a group before its rank 0 does
+        try:
+            ray.get(actor.finalize_checkpoint_engine.remote(True), timeout=10)
+        except ray.exceptions.RayError:
+            continue
+        pool[kind, stage.mode].append(actor)
+
+
+@pytest.fixture
+def stocked(reused: Any, stage: Stage) -> Iterator[Any]:
+    """``make(kind, *args, **kwargs)`` as ``reused`` for the two stock kinds; other actors are killed afterwards."""
+    others: list[Any] = []
+
+    def make(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind in (Trainer, Rollout):
+            return reused(kind, *args, **kwargs)
+        others.append(stage(kind, *args, **kwargs))
+        return others[-1]
+
+    make.mode = stage.mode  # type: ignore[attr-defined]
+    yield make
+    for actor in others:
         ray.kill(actor)
+
+
+def npu_runtime_env(root: Path, library: Path) -> dict[str, Any]:
+    """What ``ray_configs`` recommends, and the simulator under it."""
+    from tests.ascend import simulator
+
+    recommended = yaml.safe_load((root / "ray_configs" / "runtime-env-ascend.yaml").read_text())
+    simulated = {**simulator.environment(library), "FAKE_HCCL_EXEC_MS": "8000", "TWINKLE_TEST_DEVICE": "npu"}
+    return {**recommended, "env_vars": {**recommended["env_vars"], **simulated}}

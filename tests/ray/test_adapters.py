@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors import Probed, Rollout, TinyLM, Trainer, at_launch, digests, no_power
+from tests.actors import Probed, Rollout, TinyLM, Trainer, at_launch, die, digests, no_power
 from tests.ray.test_lora import Adapted, AdaptedTrainer, get
 from twinkle_ray import (
     CheckpointEngineManager,
@@ -46,7 +44,7 @@ class TenantsTrainer(AdaptedTrainer):
         with torch.no_grad():
             for key, parameter in self.model.named_parameters():
                 if "lora_" in key and (not names or any(f".{name}." in f"{key}." for name in names)):
-                    parameter.add_(torch.randn(parameter.shape).to(parameter.dtype))
+                    parameter.add_(torch.randn(parameter.shape).to(parameter))
 
     def logits_of(self, name: str) -> torch.Tensor:
         active = self.model.active_adapter
@@ -59,37 +57,9 @@ class TenantsTrainer(AdaptedTrainer):
 Tenants = ray.remote(num_cpus=0.1)(TenantsTrainer)
 
 
-@pytest.fixture(scope="module")
-def pool(ray_cluster: str) -> Iterator[dict[Any, list[Any]]]:
-    """Idle actors by class: one that imports PEFT takes seconds to start."""
-    idle: dict[Any, list[Any]] = {}
-    yield idle
-    for actor in (actor for same in idle.values() for actor in same):
-        ray.kill(actor)
-
-
 @pytest.fixture
-def actors(pool: dict[Any, list[Any]]) -> Iterator[Any]:
-    """``make(kind, *args, **kwargs)`` makes an actor anew, in a process that may have been one before."""
-    made: list[tuple[Any, Any]] = []
-
-    def make(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        idle = pool.setdefault(kind, [])
-        if idle:
-            actor = idle.pop()
-            get(actor.call.remote(lambda one: one.__init__(*args, **kwargs)))
-        else:
-            actor = kind.remote(*args, **kwargs)
-        made.append((kind, actor))
-        return actor
-
-    yield make
-    for kind, actor in reversed(made):  # rollouts leave a group before its rank 0 does
-        try:
-            ray.get(actor.finalize_checkpoint_engine.remote(True), timeout=10)
-        except ray.exceptions.RayError:
-            continue
-        pool[kind].append(actor)
+def actors(reused: Any) -> Any:
+    return reused
 
 
 def logits_of(rollout: Probed, name: str) -> torch.Tensor:
@@ -491,10 +461,6 @@ class TestFailures:
         assert status(rollouts[1]).contents is Contents.MIXED  # PEFT may have written half of it
         manager.sync_weights(False)
         right(trainer, rollouts, merge=False)
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail_to_register() -> None:

@@ -5,6 +5,8 @@ import pytest
 import ray
 import torch
 from ray.util import collective
+from ray.util.collective.backend_registry import _global_registry, register_collective_backend
+from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from ray.util.collective.types import ReduceOp
 
 from twinkle_ray.backends import Meeting, create_group, destroy_group, register, unique_group_name
@@ -14,22 +16,26 @@ from twinkle_ray.types import Deadline
 WORLD = 3
 
 
-@ray.remote(num_cpus=0.5)
-class Member:
+class MemberBase:
+    backend = "TWINKLE_GLOO"
+
     def __init__(self, rank):
         torch.set_num_threads(1)
         self.rank = rank
 
+    def placed(self, tensor):
+        return tensor
+
     def open(self, name):
-        self.meeting = Meeting.open(name, "TWINKLE_GLOO")
+        self.meeting = Meeting.open(name, self.backend)
         return self.meeting.rendezvous
 
     def join(self, rendezvous):
         self.name = rendezvous.group
-        self.group = create_group("TWINKLE_GLOO", WORLD, self.rank, rendezvous.group)
+        self.group = create_group(self.backend, WORLD, self.rank, rendezvous.group)
         self.group.connect(rendezvous, Deadline.after(20), self.meeting if self.rank == 0 else None)
         try:
-            create_group("TWINKLE_GLOO", WORLD, self.rank, rendezvous.group)
+            create_group(self.backend, WORLD, self.rank, rendezvous.group)
         except ConfigError as error:
             return str(error)
         return ""
@@ -39,7 +45,7 @@ class Member:
             collective.get_group_handle(self.name) is self.group,
             collective.get_rank(self.name),
             collective.get_collective_group_size(self.name),
-            collective.is_backend_available("TWINKLE_GLOO"),
+            collective.is_backend_available(self.backend),
             self.group.backend(),
         )
 
@@ -48,19 +54,19 @@ class Member:
         base = np.random.default_rng(seed).integers(1, 5, (6, 4)).astype(np.float32)
         match kind:
             case "torch":
-                return torch.from_numpy(base.T.copy())
+                return self.placed(torch.from_numpy(base.T.copy()))
             case "numpy":
                 return base.T.copy()
             case "torch transposed":
-                return torch.from_numpy(base.copy()).t()
+                return self.placed(torch.from_numpy(base.copy())).t()
             case "torch column slice":
-                return torch.from_numpy(np.concatenate([base.T, base.T], 1))[:, 6:]
+                return self.placed(torch.from_numpy(np.concatenate([base.T, base.T], 1)))[:, 6:]
             case "numpy transposed":
                 return base.copy().T
             case "numpy reversed":
                 return base.T[::-1].copy()[::-1]
             case "parameter":
-                return torch.nn.Parameter(torch.from_numpy(base.T.copy()))
+                return torch.nn.Parameter(self.placed(torch.from_numpy(base.T.copy())))
         raise ValueError(kind)
 
     def op(self, name, kind, **kwargs):
@@ -92,14 +98,14 @@ class Member:
             torch.complex64,
             torch.int64,
         ):
-            raw = torch.arange(64, dtype=torch.uint8) % 2
+            raw = self.placed(torch.arange(64, dtype=torch.uint8) % 2)
             tensor = raw.view(dtype) if self.rank == 1 else torch.zeros_like(raw).view(dtype)
             collective.broadcast(tensor, 1, self.name)
             if not torch.equal(tensor.view(torch.uint8), raw):
                 wrong.append(str(dtype))
-        scalar = torch.tensor(float(self.rank))
+        scalar = self.placed(torch.tensor(float(self.rank)))
         collective.broadcast(scalar, 2, self.name)
-        empty = torch.zeros(0, 4)
+        empty = self.placed(torch.zeros(0, 4))
         collective.broadcast(empty, 0, self.name)
         collective.barrier(self.name)
         return wrong, float(scalar)
@@ -132,8 +138,11 @@ class Member:
         return self.group._destroyed
 
 
+Member = ray.remote(num_cpus=0.5)(MemberBase)
+
+
 def plain(value):
-    return value.detach().numpy().copy() if isinstance(value, torch.Tensor) else value.copy()
+    return value.detach().cpu().numpy().copy() if isinstance(value, torch.Tensor) else value.copy()
 
 
 def original(seed):
@@ -176,14 +185,24 @@ KINDS = (
 )
 
 
-def test_the_group_is_one_of_rays(group):
-    assert call(group, "seen") == [(True, rank, WORLD, True, "TWINKLE_GLOO") for rank in range(WORLD)]
+@pytest.fixture
+def backend():
+    return "TWINKLE_GLOO"
 
 
-def test_every_operation_with_every_kind_of_tensor(group):
+@pytest.fixture
+def kinds():
+    return KINDS
+
+
+def test_the_group_is_one_of_rays(group, backend):
+    assert call(group, "seen") == [(True, rank, WORLD, True, backend) for rank in range(WORLD)]
+
+
+def test_every_operation_with_every_kind_of_tensor(group, kinds):
     originals = [original(rank) for rank in range(WORLD)]
     scattered = [sum(original(10 * rank + n) for rank in range(WORLD)) for n in range(WORLD)]
-    for kind in KINDS:
+    for kind in kinds:
         for got in call(group, "op", "broadcast", kind, src_rank=1):
             np.testing.assert_array_equal(got, originals[1], err_msg=kind)
         for got in call(group, "op", "allreduce", kind):
@@ -230,3 +249,18 @@ def test_registration_in_the_driver_is_idempotent(ray_cluster):
     register()
     assert collective.is_backend_available("TWINKLE_GLOO")
     assert not collective.is_backend_available("TWINKLE_NCCL")
+    assert not collective.is_backend_available("TWINKLE_HCCL")
+    assert _global_registry.is_registered("TWINKLE_HCCL")  # so it is known, and cannot work here
+
+
+def test_a_name_that_another_package_has_taken_is_left_to_it(ray_cluster):
+    class Other(BaseGroup):
+        @classmethod
+        def check_backend_availability(cls):
+            return True
+
+    if not _global_registry.is_registered("HCCL"):  # there is no way to take it back
+        register_collective_backend("HCCL", Other)
+    register()
+    assert _global_registry.get("HCCL") is not _global_registry.get("TWINKLE_HCCL")
+    assert issubclass(_global_registry.get("HCCL"), BaseGroup)

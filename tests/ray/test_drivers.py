@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 
-from tests.actors import Rollout, Trainer
+from tests.actors import Rollout, RolloutBase, Trainer
+from twinkle_ray import CheckpointEngineManager
 from twinkle_ray.checkpoint_engine import GlooCheckpointEngine
 
 
@@ -36,6 +40,79 @@ def test_two_drivers_on_one_cluster_do_not_cross(ray_cluster: str, root: Path) -
         answers.append(json.loads(out.splitlines()[-1]))
     assert [a["equal"] for a in answers] == [True, True]
     assert answers[0]["digest"] != answers[1]["digest"]
+
+
+@pytest.mark.parametrize("when", ["idle", "in the middle of a sync"])
+def test_a_driver_that_is_killed_leaves_rollouts_that_the_next_one_can_use(
+    ray_cluster: str, root: Path, when: str
+) -> None:
+    names = [f"{kind}-{uuid.uuid4().hex[:8]}" for kind in ("trainer", "rollout")]
+    trainer = Trainer.options(name=names[0]).remote(1)
+    rollout = ray.remote(num_cpus=0.1)(SlowRolloutBase).options(name=names[1]).remote(5)
+    pid = ray.get(rollout.pid.remote(), timeout=60)
+    namespace = ray.get_runtime_context().namespace
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "tests.ray.dying_driver", ray_cluster, namespace, *names],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        assert [driver.stdout.readline().strip() for _ in range(2)] == ["syncing", "synced"]
+        if when != "idle":
+            ray.get(rollout.call.remote(slow_down), timeout=30)
+            driver.stdin.write("go on\n")
+            driver.stdin.flush()
+            assert driver.stdout.readline().strip() == "syncing"
+            deadline = time.monotonic() + 20
+            while not ray.get(rollout.checkpoint_status.remote(), timeout=20).updating:
+                assert time.monotonic() < deadline
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.wait(timeout=30)
+        ray.get(rollout.call.remote(speed_up), timeout=30)
+        ray.get(trainer.step.remote(3), timeout=30)
+        start = time.monotonic()
+        with CheckpointEngineManager([trainer], [rollout], timeout_s=30) as manager:
+            manager.sync_weights()
+        assert time.monotonic() - start < 30
+        held, want = ray.get([rollout.digests.remote(), trainer.digests.remote()], timeout=30)
+        assert held == want
+        assert ray.get(rollout.pid.remote(), timeout=30) == pid
+    finally:
+        driver.kill()
+        for actor in (trainer, rollout):
+            ray.kill(actor)
+
+
+class SlowRolloutBase(RolloutBase):
+    """Everything is loaded, chunk by chunk, and none too fast."""
+
+    seconds = 0.0
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        from twinkle_ray.sinks import ModuleSink
+
+        ready = ModuleSink.ready
+
+        def slow(sink: ModuleSink, tensors: Any) -> None:
+            time.sleep(self.seconds)
+            ready(sink, tensors)
+
+        ModuleSink.ready = slow  # type: ignore[method-assign]
+        ModuleSink._ranges = lambda *_: None  # type: ignore[method-assign]
+
+
+def slow_down(rollout: SlowRolloutBase) -> None:
+    rollout.seconds = 0.3
+
+
+def speed_up(rollout: SlowRolloutBase) -> None:
+    rollout.seconds = 0.0
 
 
 def seeds_sync(trainers: list[Any], rollouts: list[Any], merge: bool = True) -> None:

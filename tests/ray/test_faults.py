@@ -17,6 +17,11 @@ from twinkle_ray.types import Contents
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
+@pytest.fixture
+def actors(stocked: Any) -> Any:
+    return stocked
+
+
 def test_rollouts_say_what_they_hold_after_an_error_that_needs_no_explanation(actors: Any) -> None:
     @ray.remote(num_cpus=0.1)
     class Breaks(TrainerBase):

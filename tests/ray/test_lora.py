@@ -36,7 +36,7 @@ class AdaptedTrainer(TrainerBase):
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
-                    parameter.add_(torch.randn(parameter.shape).to(parameter.dtype))
+                    parameter.add_(torch.randn(parameter.shape).to(parameter))
 
     def values(self) -> dict[str, tuple[int, torch.Tensor]]:
         return {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in self.model.state_dict().items()}

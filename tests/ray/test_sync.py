@@ -27,6 +27,11 @@ from twinkle_ray.types import Contents
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
+@pytest.fixture
+def actors(stocked: Any) -> Any:
+    return stocked
+
+
 def get(ref: Any, timeout: float = 30) -> Any:
     return ray.get(ref, timeout=timeout)
 
@@ -42,7 +47,7 @@ def test_rollouts_follow_the_trainer_bit_for_bit(actors: Any) -> None:
             assert report.version == version
             assert get([r.weights_version.remote() for r in rollouts]) == [version, version]
             get(trainer.step.remote(version))
-        assert report.mode == "gloo"
+        assert report.mode == actors.mode
         assert report.tensors == len(get(trainer.digests.remote()))
         assert report.nbytes == sum(v.numel() * v.element_size() for v in TrainerBase(0).model.state_dict().values())
         assert [r.name for r in report.replicas] == ["rollout[0]", "rollout[1]"]
@@ -280,6 +285,11 @@ def test_trainers_that_own_a_default_process_group_keep_it(actors: Any) -> None:
         dist.all_reduce(value)
         return value.item()
 
+    def part(actor: TrainerBase) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -293,6 +303,7 @@ def test_trainers_that_own_a_default_process_group_keep_it(actors: Any) -> None:
         held = get(trainers[0].digests.remote())
         assert get([r.digests.remote() for r in rollouts]) == [held, held]
         assert get([t.call.remote(total) for t in trainers]) == [3.0, 3.0]
+    get([t.call.remote(part) for t in trainers])
 
 
 def test_a_changed_model_is_agreed_anew(actors: Any) -> None:
@@ -639,12 +650,12 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="in_flight is 'drop'"):
             manager.sync_weights(in_flight="drop")
 
-    @pytest.mark.parametrize("mode", ["nccl", "hccl"])
-    def test_a_transport_without_its_device(self, actors: Any, mode: str) -> None:
+    @pytest.mark.parametrize(("mode", "needs"), [("nccl", "cuda device"), ("hccl", "npu device.* torch_npu with CANN")])
+    def test_a_transport_without_its_device(self, actors: Any, mode: str, needs: str) -> None:
         rollout = actors(Rollout)
         before = get(rollout.digests.remote())
         manager = CheckpointEngineManager([actors(Trainer)], [rollout], weight_sync_mode=mode, timeout_s=30)
-        with pytest.raises(ConfigError, match=rf"weight_sync_mode='{mode}' needs every model on"):
+        with pytest.raises(ConfigError, match=rf"weight_sync_mode='{mode}' needs every model on a {needs}"):
             manager.sync_weights()
         assert get(rollout.digests.remote()) == before
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from twinkle_ray.backends.gloo import GlooGroup
+from twinkle_ray.backends import group_class
+from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.backends.rendezvous import Meeting, unique_group_name
 from twinkle_ray.types import Deadline, Rendezvous
 
@@ -34,6 +35,7 @@ class Seat:
     rank: int
     world_size: int
     pipe: Connection
+    backend: str = "TWINKLE_GLOO"
 
     def say(self, what: Any) -> None:
         self.pipe.send(what)
@@ -42,14 +44,14 @@ class Seat:
         assert self.pipe.poll(seconds), "the test said nothing"
         return self.pipe.recv()
 
-    def group(self, seconds: float = 10.0, world_size: int | None = None, rank: int | None = None) -> GlooGroup:
+    def group(self, seconds: float = 10.0, world_size: int | None = None, rank: int | None = None) -> SyncGroup:
         """A connected group; the test must call :func:`introduce`."""
         rank = self.rank if rank is None else rank
-        meeting = Meeting.open(unique_group_name("test"), "TWINKLE_GLOO") if rank == 0 else None
+        meeting = Meeting.open(unique_group_name("test"), self.backend) if rank == 0 else None
         if meeting:
             self.say(meeting.rendezvous)
         rendezvous: Rendezvous = meeting.rendezvous if meeting else self.hear()
-        group = GlooGroup(world_size or self.world_size, rank, rendezvous.group)
+        group = group_class(self.backend)(world_size or self.world_size, rank, rendezvous.group)
         group.connect(rendezvous, Deadline.after(seconds), meeting)
         return group
 

@@ -90,6 +90,8 @@ class FakeTarget:
 
     default_adapter: str | None = None
 
+    def require_alive(self) -> None: ...
+
     def lora_facts(self) -> dict[str, Any]:
         return {}
 

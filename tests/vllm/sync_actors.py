@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,12 +45,14 @@ def environment(*, child: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What became of one request. ``cached``: tokens of its prompt found in the prefix cache; ``ended``: wall clock."""
+    """What became of one request. ``cached``: tokens of its prompt found in the prefix cache; ``ended``: wall clock;
+    ``version``: of the weights, as the output carries it."""
 
     tokens: list[int]
     reason: str | None
     cached: int
     ended: float
+    version: int | None = None
 
 
 def answer(output: Any) -> Answer:
@@ -59,6 +62,7 @@ def answer(output: Any) -> Answer:
         reason=completion.finish_reason,
         cached=output.num_cached_tokens or 0,
         ended=time.time(),
+        version=getattr(output, "weights_version", None),
     )
 
 
@@ -233,6 +237,9 @@ class Rollout(RolloutActorMixin):
         from vllm import LLM
 
         self.llm = LLM(model=str(checkpoint), **ENGINE, **engine)
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def generate(self, prompts: list[str], new_tokens: int, adapter: str | None = None) -> list[Answer]:
         how = {} if adapter is None else {"lora_request": self.lora_request(adapter)}

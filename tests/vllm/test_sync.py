@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -173,6 +175,7 @@ def five_syncs(bench: Bench) -> None:
             assert all(a.tokens != b.tokens for a, b in zip(rollout, old, strict=True))
         assert report.version == version
         assert bench.versions() == [version] * len(bench.rollouts)
+        assert {answer.version for rollout in now for answer in rollout} == {version}
         path = "in place, load_weights" if bench.kind == "qwen3_moe" else "in place"
         assert [r.path for r in report.replicas] == [path] * len(bench.rollouts)
         assert all(0 < r.direct_bytes <= r.nbytes for r in report.replicas)
@@ -232,6 +235,7 @@ class InFlight:
 
         assert report.version == version + 1
         for rollout, replica in zip(get(refs), report.replicas, strict=True):
+            assert {a.version for a in rollout} == ({version + 1} if mode == "keep" else {version})
             if mode == "wait":
                 assert tokens(rollout) == undisturbed
                 assert {a.reason for a in rollout} == {"length"}
@@ -412,6 +416,31 @@ class TestInProcess(Follows, InFlight, Fails, BadInput):
 
         assert get([t.total.remote() for t in pair]) == [3.0, 3.0]
         assert bench.holds(3)
+
+    def test_a_newcomer_and_one_that_ray_started_again_serve_nobody_before_a_sync(
+        self, bench: Bench, start: Make
+    ) -> None:
+        again = {"max_restarts": 1, "max_task_retries": -1, "max_concurrency": 2}
+        rollout = start(Rollout, bench.checkpoint(0), options=again)
+        before = get(rollout.pid.remote(), 120)
+        with CheckpointEngineManager([bench.trainer], bench.rollouts[:1], timeout_s=60) as manager:
+            manager.add_rollout(rollout)
+            with pytest.raises(ReplicaUnavailable, match="has just joined and no sync has brought its weights"):
+                get(rollout.generate.remote(["hello"], 4))
+            bench.load(2)
+            manager.sync_weights()
+            assert tokens(get(rollout.generate.remote(models.PROMPTS, models.NEW_TOKENS))) == bench.expected["2"]
+
+            os.kill(before, signal.SIGKILL)
+            deadline = time.monotonic() + 120
+            while get(rollout.pid.remote(), 120) == before:
+                assert time.monotonic() < deadline
+            with pytest.raises(ReplicaUnavailable, match="Ray has started this rollout again and no sync"):
+                get(rollout.generate.remote(["hello"], 4))
+            assert not manager.base_sync_done
+            manager.sync_weights()
+            assert tokens(get(rollout.generate.remote(models.PROMPTS, models.NEW_TOKENS))) == bench.expected["2"]
+            ray.kill(rollout)
 
 
 class TestChildProcess(Follows, InFlight, Fails, BadInput):

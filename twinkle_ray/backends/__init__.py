@@ -1,8 +1,8 @@
 """Groups for ``ray.util.collective``: which there are, whether they can work here, and how one is made and unmade.
 
-Ray's own names (NCCL, GLOO) are taken, so ours have a prefix. Registration is per process and is done by
-:func:`create_group`. In a Ray worker a group goes through Ray's API and is found there by its name; a process that is
-no Ray worker (vLLM's child, a test) makes the same class directly.
+Ray's own names (NCCL, GLOO) are taken, and HCCL by other packages, so ours have a prefix. Registration is per process
+and is done by :func:`create_group`. In a Ray worker a group goes through Ray's API and is found there by its name; a
+process that is no Ray worker (vLLM's child, a test) makes the same class directly.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 from typing import Any, cast
 
 import ray
+import torch
 from ray.util import collective as _ray_collective
 from ray.util.collective.backend_registry import _global_registry, register_collective_backend
 
@@ -20,6 +21,7 @@ from twinkle_ray.errors import BackendUnavailable, ConfigError
 
 __all__ = [
     "GLOO",
+    "HCCL",
     "NCCL",
     "Meeting",
     "SyncGroup",
@@ -28,6 +30,7 @@ __all__ = [
     "destroy_group",
     "end_group",
     "group_class",
+    "identity",
     "register",
     "require",
     "unique_group_name",
@@ -35,12 +38,14 @@ __all__ = [
 
 GLOO = "TWINKLE_GLOO"
 NCCL = "TWINKLE_NCCL"
+HCCL = "TWINKLE_HCCL"
 
 _CLASSES: dict[str, tuple[str, str]] = {
     GLOO: ("twinkle_ray.backends.gloo", "GlooGroup"),
     NCCL: ("twinkle_ray.backends.nccl", "NcclGroup"),
+    HCCL: ("twinkle_ray.backends.hccl", "HcclGroup"),
 }
-_BY_DEVICE = {"cpu": GLOO, "cuda": NCCL}
+_BY_DEVICE = {"cpu": GLOO, "cuda": NCCL, "npu": HCCL}
 
 collective: Any = _ray_collective  # half of its functions are not annotated
 
@@ -58,7 +63,7 @@ def group_class(name: str) -> type[SyncGroup]:
 
 
 def backend_for(device_type: str) -> str:
-    """The backend that moves tensors on devices of this type (``cpu``, ``cuda``).
+    """The backend that moves tensors on devices of this type (``cpu``, ``cuda``, ``npu``).
 
     Raises:
         ConfigError: there is none.
@@ -66,6 +71,12 @@ def backend_for(device_type: str) -> str:
     if device_type not in _BY_DEVICE:
         raise ConfigError(f"there is no backend for {device_type!r} devices; there are {', '.join(sorted(_BY_DEVICE))}")
     return _BY_DEVICE[device_type]
+
+
+def identity(device: torch.device) -> str:
+    """Names one physical device of the cluster: equal for two processes that share it, ``""`` for a CPU."""
+    name = _BY_DEVICE.get(device.type)
+    return (SyncGroup if name is None else group_class(name)).identity(device)
 
 
 def require(name: str) -> None:

@@ -89,6 +89,15 @@ class SyncGroup(BaseGroup):
     def check_backend_availability(cls) -> bool:
         return cls.missing() is None
 
+    @classmethod
+    def identity(cls, device: torch.device) -> str:
+        """See :func:`twinkle_ray.backends.identity`."""
+        if device.type == "cpu":
+            return ""
+        module = getattr(torch, device.type)
+        index = device.index if device.index is not None else module.current_device()
+        return str(getattr(module.get_device_properties(index), "uuid", index))
+
     def connect(self, rendezvous: Rendezvous, deadline: Deadline, meeting: Meeting | None = None) -> None:
         """Meet all other ranks and build the communicator, within the deadline.
 

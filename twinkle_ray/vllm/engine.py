@@ -169,6 +169,7 @@ class LLMEngine(_Adapters):
         workers: processes that own parameters.
         door: what keeps ``self.llm.generate`` out meanwhile.
         losses: how often it was put to a sleep that discards its weights.
+        version: of the weights. Every output of a request carries the present one as ``weights_version``.
     """
 
     loop: asyncio.AbstractEventLoop | None = None
@@ -200,6 +201,8 @@ class LLMEngine(_Adapters):
         self.door.install()
         self._engine.sleep = self._note_sleep
         self._engine.wake_up = self._note_wake
+        self.version = 0
+        _stamp(self._engine.output_processor, lambda: self.version)
         self._sends = threading.RLock()
         self._asker: _Asker | None = None
         self._line: Line | None = None
@@ -218,6 +221,7 @@ class LLMEngine(_Adapters):
             (self._engine, "sleep"),
             (self._engine, "wake_up"),
             (self._engine.engine_core, "_send_input"),
+            (self._engine.output_processor, "process_outputs"),
             (self._llm, _ADAPTER),
         ):
             vars(holder).pop(name, None)
@@ -262,6 +266,10 @@ class LLMEngine(_Adapters):
             except OSError:
                 self._lineless = True
         return self._line
+
+    def require_alive(self) -> None:
+        """Raises PeerLost: the process in which the engine computes is gone."""
+        _require_alive(self._engine.engine_core)
 
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
         """Let no request read the weights from here on.
@@ -456,6 +464,7 @@ class AsyncEngine(_Adapters):
         loop: the loop on which the engine runs; ``None`` if it has none yet.
         workers: processes that own parameters.
         losses: see :class:`LLMEngine`.
+        version: see :class:`LLMEngine`.
     """
 
     kind = "async llm"
@@ -477,6 +486,8 @@ class AsyncEngine(_Adapters):
         self._sleep_known = False
         self._line: Line | None = None
         self._lineless = False
+        self.version = 0
+        _stamp(llm.output_processor, lambda: self.version)
         # For calls over the line, one at a time, beside the loop.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="twinkle_ray-line")
         self._sleep: Callable[..., Any] = llm.sleep
@@ -490,6 +501,7 @@ class AsyncEngine(_Adapters):
         self._closed, self._error = False, None
         for name in ("generate", "encode", "sleep", "wake_up", _ADAPTER):
             vars(self._llm).pop(name, None)
+        vars(self._llm.output_processor).pop("process_outputs", None)
         if self._line is not None:
             self._line.close()
         self._thread.shutdown(wait=False)
@@ -525,6 +537,10 @@ class AsyncEngine(_Adapters):
             except OSError:
                 self._lineless = True
         return self._line
+
+    def require_alive(self) -> None:
+        """See :meth:`LLMEngine.require_alive`."""
+        _require_alive(self._llm.engine_core)
 
     async def pause(self, in_flight: str, deadline: Deadline) -> None:
         """See :meth:`LLMEngine.pause`."""
@@ -628,6 +644,33 @@ class AsyncEngine(_Adapters):
         return result
 
 
+def _stamp(processor: Any, version: Callable[[], int]) -> None:
+    """Let every output carry the version of the weights that computed its last token.
+
+    Outputs are stamped where they are made of what the engine core has computed: a caller may read them much later. No
+    request is computed with two versions, unless it was kept frozen between them.
+    """
+    process = processor.process_outputs
+
+    def processed(core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in core_outputs:
+            state = processor.request_states.get(one.request_id)
+            if state is not None and "make_request_output" not in vars(state):
+                state.make_request_output = stamped(state.make_request_output)
+        return process(core_outputs, *args, **kwargs)
+
+    def stamped(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            output = make(*args, **kwargs)
+            if output is not None:
+                output.weights_version = version()
+            return output
+
+        return made
+
+    processor.process_outputs = processed
+
+
 def _require(engine: Any, *hooks: str) -> None:
     lacking = next((hook for hook in hooks if not hasattr(engine, hook)), None)
     if lacking is not None:
@@ -636,6 +679,17 @@ def _require(engine: Any, *hooks: str) -> None:
             f"this vLLM ({version}) is too old for a sync: its {type(engine).__name__} has no {lacking}; install "
             f"vllm>={LEAST_VLLM}"
         )
+
+
+def _require_alive(core: Any) -> None:
+    """A worker may outlive its engine core by a moment, and take a sync that nobody will serve.
+
+    Raises:
+        PeerLost: a process of the engine core is gone.
+    """
+    manager = getattr(getattr(core, "resources", None), "engine_manager", None)
+    if any(not process.is_alive() for process in getattr(manager, "processes", ())):
+        raise PeerLost("the process of this vLLM engine is dead; make the engine anew", phase="transfer")
 
 
 def _workers(vllm_config: Any) -> int:
