@@ -854,7 +854,10 @@ class Serving:
             running.touched |= any(self._adapters.get(name) != version for name, version in before.items())
             await self._after_failure(running, error)
             raise
-        await self.target.resume()
+        if self._withheld:  # an adapter is no reason to serve
+            await self.target.refuse(ReplicaUnavailable(self._withheld))
+        else:
+            await self.target.resume()
 
     async def _after_failure(self, running: _Running, error: BaseException) -> None:
         if running.touched:

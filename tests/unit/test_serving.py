@@ -370,3 +370,11 @@ def test_what_an_engine_had_dropped_does_not_come_back_on_a_merged_base() -> Non
     assert one_sync(rollout, "receive", {**receive(), "base": base, "version": 4}).state is OpState.DONE
     assert target.held == [{}, {}]
     assert rollout.status().adapters == {}
+
+
+def test_a_rollout_that_is_to_serve_nobody_does_not_for_an_adapter_that_is_attached() -> None:
+    target = FakeTarget([done()] * 2, [done()] * 2)
+    rollout = Serving(target)
+    assert one_sync(rollout, "hold", {"reason": "its forerunner died"}).state is OpState.DONE
+    assert one_sync(rollout, "attach", {"name": "x", "path": "p"}).state is OpState.DONE
+    assert target.events[-1] == "refuse"
