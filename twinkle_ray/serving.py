@@ -711,7 +711,7 @@ class Serving:
                 running, deadline, method, *args, meanwhile=drop_caches if drops else None
             )
             came = settled(statuses[0].result)
-            await self._settle(running, came, version)
+            await self._settle(running, came, version, deadline)
             self.target.require_alive()
         except (Exception, asyncio.CancelledError) as error:
             self._group = ""
@@ -744,8 +744,9 @@ class Serving:
             },
         }
 
-    async def _settle(self, running: _Running, came: _Settled, version: int) -> None:
+    async def _settle(self, running: _Running, came: _Settled, version: int, deadline: Deadline) -> None:
         """Bring the adapters to what was received: the new one in, the default that it or a new base replaces out."""
+        left = deadline.remaining() + _GRACE_S
         before, default = dict(self._adapters), self.target.default_adapter
         coming = came.adapter
         replaced = default is not None and (came.base == MERGED or coming is None or coming.default)
@@ -771,10 +772,10 @@ class Serving:
         if remove:
             self.target.set_default_adapter(None)
         try:
-            answers = await self.target.call("settle_adapters", bool(came.base), remove, register, timeout_s=60.0)
+            answers = await self.target.call("settle_adapters", bool(came.base), remove, register, timeout_s=left)
             back = sorted({name for answer in answers for name in answer["held"]}) if came.base == MERGED else []
             if back:  # vLLM had dropped them, so nobody knew of them when this base was sent
-                answers = await self.target.call("settle_adapters", False, back, None, timeout_s=60.0)
+                answers = await self.target.call("settle_adapters", False, back, None, timeout_s=left)
             self._adapters = await self.target.learn_adapters(timeout_s=10.0, answers=answers)
             if coming is not None:
                 self._attached.discard(coming.name)
