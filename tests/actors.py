@@ -70,24 +70,34 @@ def open_things() -> dict[str, int]:
     return {"threads": threading.active_count(), "fds": len(os.listdir("/proc/self/fd"))}
 
 
-def at_launch(number: int, act: Callable[[], Any]) -> None:
-    """Do this once, instead of the launch of that number (from 0) on any Gloo group of this process, when what was
-    launched before has arrived."""
+def group_class() -> Any:
+    """Of the groups that move this process's tensors."""
+    if os.environ.get("TWINKLE_TEST_DEVICE") == "npu":
+        from twinkle_ray.backends.hccl import HcclGroup
+
+        return HcclGroup
     from twinkle_ray.backends.gloo import GlooGroup
 
-    launch = GlooGroup.broadcast_many
+    return GlooGroup
+
+
+def at_launch(number: int, act: Callable[[], Any]) -> None:
+    """Do this once, instead of the launch of that number (from 0) on any group of this process, when what was launched
+    before has arrived."""
+    cls = group_class()
+    launch = cls.broadcast_many
     left = number
 
     def failing(group: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
-            GlooGroup.broadcast_many = launch  # type: ignore[method-assign]
+            cls.broadcast_many = launch
             time.sleep(0.3 if number else 0.0)
             act()
         return launch(group, *args, **kwargs)
 
-    GlooGroup.broadcast_many = failing  # type: ignore[method-assign]
+    cls.broadcast_many = failing
 
 
 def no_power() -> None:

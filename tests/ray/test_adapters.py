@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors import Probed, Rollout, TinyLM, Trainer, at_launch, die, digests, no_power
+from tests.actors import Probed, Rollout, TinyLM, Trainer, at_launch, die, digests, group_class, no_power
 from tests.ray.test_lora import Adapted, AdaptedTrainer, get
 from twinkle_ray import (
     CheckpointEngineManager,
@@ -91,17 +91,16 @@ def plain(rollout: Probed) -> bool:
 
 def count_bytes(actor: Any) -> None:
     """Count what this process hands to its groups."""
-    from twinkle_ray.backends.gloo import GlooGroup
-
+    cls = group_class()
     actor.moved = 0
-    launch = getattr(GlooGroup.broadcast_many, "counts", GlooGroup.broadcast_many)
+    launch = getattr(cls.broadcast_many, "counts", cls.broadcast_many)
 
     def counted(group: Any, views: Any, *args: Any, **kwargs: Any) -> Any:
         actor.moved += sum(view.nbytes for view in views)
         return launch(group, views, *args, **kwargs)
 
     counted.counts = launch  # type: ignore[attr-defined]
-    GlooGroup.broadcast_many = counted  # type: ignore[method-assign]
+    cls.broadcast_many = counted
 
 
 def moved(actor: Any) -> int:
