@@ -21,6 +21,8 @@ All of them cross process borders: they pickle with their fields, and a cause is
 
 from __future__ import annotations
 
+import builtins
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -176,3 +178,38 @@ def vagueness(error: BaseException) -> int:
 def first_cause(errors: Iterable[BaseException]) -> BaseException:
     """Of several errors of one failure the one that explains most."""
     return min(errors, key=vagueness)
+
+
+def to_plain(error: BaseException) -> dict[str, Any]:
+    """An error as JSON values: class name, sentence, fields, and the traceback as text."""
+    fields = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(error).items() if _is_plain(v)}
+    text = "".join(traceback.format_exception(error))
+    return {"type": type(error).__name__, "message": str(error), "fields": fields, "traceback": text}
+
+
+def from_plain(value: dict[str, Any]) -> Exception:
+    """Rebuild what :func:`to_plain` made: an error of ours or of Python's own; any other becomes a :class:`SyncError`
+    that names it."""
+    name, message, text = str(value["type"]), str(value["message"]), str(value["traceback"])
+    error: Exception
+    if name in __all__:
+        error = globals()[name](message)
+        for key, field in dict(value["fields"]).items():
+            setattr(error, str(key), tuple(field) if isinstance(field, list) else field)
+        if isinstance(error, SyncError) and not error.cause_traceback:
+            error.cause_traceback = text
+        return error
+    own = getattr(builtins, name, None)
+    if isinstance(own, type) and issubclass(own, Exception) and not issubclass(own, UnicodeError):
+        error = own(message)
+        error.__dict__["twinkle_traceback"] = text
+        return error
+    return SyncError(f"{name}: {message}", cause_type=name, cause_traceback=text)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, (str, int, float, bool))

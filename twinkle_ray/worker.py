@@ -7,7 +7,6 @@ through vLLM's own RPC.
 
 from __future__ import annotations
 
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,16 @@ from twinkle_ray.backends import end_group, identity
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.checking import process_facts
 from twinkle_ray.endpoint import Endpoint, Operation
-from twinkle_ray.errors import ConfigError, NotAgreed, SyncError, TwinkleRayError, WireError, mismatch
+from twinkle_ray.errors import (
+    ConfigError,
+    NotAgreed,
+    SyncError,
+    TwinkleRayError,
+    WireError,
+    from_plain,
+    mismatch,
+    to_plain,
+)
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.sinks import LoadReport, Sink, StagedSink
 from twinkle_ray.stream import receive_frame, send_frame
@@ -382,15 +390,7 @@ def device_facts(device: Any) -> dict[str, Any]:
 
 
 def pack_status(status: OpStatus) -> dict[str, Any]:
-    """Plain data of a status. The error is pickled apart, so that one that cannot be pickled loses only its type."""
-    error = None
-    if status.error is not None:
-        try:
-            error = pickle.dumps(status.error)
-            pickle.loads(error)
-        except Exception:
-            text = f"{type(status.error).__name__}: {status.error}"
-            error = pickle.dumps(TwinkleRayError(text))
+    """A status as JSON values."""
     return {
         "op": status.op,
         "state": status.state.value,
@@ -399,7 +399,7 @@ def pack_status(status: OpStatus) -> dict[str, Any]:
         "touched": status.touched,
         "seconds": status.seconds,
         "result": status.result,
-        "error": error,
+        "error": to_plain(status.error) if status.error is not None else None,
     }
 
 
@@ -414,5 +414,5 @@ def unpack_status(packed: dict[str, Any]) -> OpStatus:
         touched=packed["touched"],
         seconds=packed["seconds"],
         result=packed["result"],
-        error=pickle.loads(error) if error is not None else None,
+        error=from_plain(error) if error is not None else None,
     )

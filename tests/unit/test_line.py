@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import threading
 import time
 from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from typing import Any
 
 import pytest
@@ -81,3 +83,13 @@ def test_a_killed_worker_is_noticed_at_once() -> None:
     finally:
         process.kill()
         process.join(10)
+
+
+def test_nothing_is_unpickled_and_what_is_no_question_ends_the_connection() -> None:
+    address, key = Server(echo).address
+    for content in (pickle.dumps(("poll", 0.0)), b"", b"[", b"3", b"{}", b"null"):
+        with Client(address, family="AF_UNIX", authkey=bytes.fromhex(key)) as connection:
+            connection.send_bytes(content)
+            with pytest.raises((EOFError, OSError)):
+                connection.recv_bytes()
+    assert Line([[address, key]]).call("receive", timeout_s=5.0) == [["ok", ["receive"]]]

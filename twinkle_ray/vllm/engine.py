@@ -22,14 +22,23 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from twinkle_ray.errors import PeerLost, ReplicaUnavailable, SyncError, SyncTimeout, UnsupportedActor, UnsupportedModel
+from twinkle_ray.errors import (
+    PeerLost,
+    ReplicaUnavailable,
+    SyncError,
+    SyncTimeout,
+    TwinkleRayError,
+    UnsupportedActor,
+    UnsupportedModel,
+    from_plain,
+)
 from twinkle_ray.types import Deadline
 from twinkle_ray.vllm.adapters import lora_facts
 from twinkle_ray.vllm.door import Door, still_running
 from twinkle_ray.vllm.line import METHODS, Line
 from twinkle_ray.vllm.plugin import EXTENSION
 from twinkle_ray.vllm.served import ServedAdapters
-from twinkle_ray.vllm.worker import WorkerExtension, answer, error_from_plain
+from twinkle_ray.vllm.worker import WorkerExtension, answer
 
 IN_FLIGHT = ("wait", "abort", "keep")
 """What may become of running requests when an engine pauses."""
@@ -724,8 +733,19 @@ def _require_extension(extended: bool) -> None:
 def _results(answers: list[Any]) -> list[Any]:
     for status, value in answers:
         if status != "ok":
-            raise error_from_plain(value)
+            raise _in_worker(from_plain(value))
     return [value for _, value in answers]
+
+
+def _in_worker(error: Exception) -> TwinkleRayError:
+    """A call's error, typed: one that is not ours says what it was, and where."""
+    if isinstance(error, TwinkleRayError):
+        return error
+    return SyncError(
+        f"{type(error).__name__} in a vLLM worker: {error}",
+        cause_type=type(error).__name__,
+        cause_traceback=str(getattr(error, "twinkle_traceback", "")),
+    )
 
 
 def _mode(in_flight: str) -> str:

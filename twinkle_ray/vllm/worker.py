@@ -9,13 +9,11 @@ arrives as text. So :func:`answer` takes and gives plain data only, and errors a
 from __future__ import annotations
 
 import functools
-import traceback
 from typing import Any
 
 import torch
 
-from twinkle_ray import errors
-from twinkle_ray.errors import SyncError, TwinkleRayError
+from twinkle_ray.errors import to_plain
 
 _SIDE = "_twinkle_ray_side"
 _LINE = "_twinkle_ray_line"
@@ -49,7 +47,8 @@ def answer(worker: Any, method: str, *args: Any) -> list[Any]:
         args: plain data.
 
     Returns:
-        ``["ok", result]``, or ``["error", {...}]`` as :func:`error_to_plain` makes it. Never raises an ``Exception``.
+        ``["ok", result]``, or ``["error", {...}]`` as :func:`~twinkle_ray.errors.to_plain` makes it. Never raises an
+        ``Exception``.
     """
     try:
         worker = vars(worker).get("worker") or worker
@@ -61,7 +60,7 @@ def answer(worker: Any, method: str, *args: Any) -> list[Any]:
             return ["ok", getattr(adapters_of(worker), method.removeprefix(_ADAPTERS))(*args)]
         return ["ok", getattr(side(worker), method)(*args)]
     except Exception as error:
-        return ["error", error_to_plain(error)]
+        return ["error", to_plain(error)]
 
 
 def side(worker: Any) -> Any:
@@ -84,32 +83,3 @@ def device_of(worker: Any) -> torch.device:
     """The device that the thread of a worker's side must make current: torch's current device is thread-local."""
     device = getattr(worker, "device", None)
     return torch.device(device) if device is not None else torch.device("cpu")
-
-
-def error_to_plain(error: BaseException) -> dict[str, Any]:
-    """An error as plain data: class name, sentence, fields, and the traceback as text."""
-    fields = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(error).items() if _is_plain(v)}
-    text = "".join(traceback.format_exception(error))
-    return {"type": type(error).__name__, "message": str(error), "fields": fields, "traceback": text}
-
-
-def error_from_plain(value: dict[str, Any]) -> TwinkleRayError:
-    """Rebuild what :func:`error_to_plain` made; an error that is not ours becomes a ``SyncError`` naming it."""
-    name, message, text = str(value["type"]), str(value["message"]), str(value["traceback"])
-    cls = getattr(errors, name, None) if name in errors.__all__ else None
-    if cls is None:
-        return SyncError(f"{name} in a vLLM worker: {message}", cause_type=name, cause_traceback=text)
-    error: TwinkleRayError = cls(message)
-    for key, field in dict(value["fields"]).items():
-        setattr(error, str(key), tuple(field) if isinstance(field, list) else field)
-    if isinstance(error, SyncError) and not error.cause_traceback:
-        error.cause_traceback = text
-    return error
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return value is None or isinstance(value, (str, int, float, bool, bytes))
