@@ -117,3 +117,18 @@ def test_one_that_cannot_be_put_in_leaves_nothing_behind(monkeypatch: pytest.Mon
         put(held, "one", trained(1))
     assert not held.holds_any()
     assert digests(module) == before
+
+
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_a19_half_of_a_pair_is_refused_and_the_adapter_before_it_stays(half: str) -> None:
+    module = TinyLM(0).eval()
+    held = ModuleAdapters(module)
+    one = trained(1)
+    put(held, "one", one)
+    held.choose("one")
+    other = Adapter.of(trained(2), "default")
+    tensors = {name: tensor for name, tensor in other.pairs() if not (half in name and "blocks.1.q" in name)}
+    assert len(tensors) == len(dict(other.pairs())) - 1
+    with pytest.raises(ManifestMismatch, match=rf"blocks\.1\.q.* without {half}"):
+        held.check(other.config, tensors)
+    assert torch.equal(logits(module), logits(one))
