@@ -292,7 +292,7 @@ def test_a35_a_failure_that_is_returned_is_raised(log: Any) -> None:
         with pytest.raises(SyncError, match="answered") as caught:
             manager.sync_weights()
         assert caught.value.actors == ("rollout[1]",)
-        assert set(calls(log, "unmerge")) == {"t0", "t1"}
+        assert {"t0", "t1"} <= calls(log, "unmerge").keys()
         assert manager.base_sync_done is False
         group.say(says)
         manager = CheckpointEngineManager(trainers, replicas, weight_sync_mode="naive", train_group=group)
