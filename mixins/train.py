@@ -47,7 +47,8 @@ class TrainActorMixin:
         """Override to send something else than a module's weights.
 
         Called on every trainer rank at each sync, and anew whenever the weights are walked; yields ``(name, tensor)``
-        in one order. ``None``, the default, means :meth:`checkpoint_model`.
+        in one order, each tensor in memory that is not written to again within the walk. ``None``, the default, means
+        :meth:`checkpoint_model`.
         """
         return None
 

@@ -8,10 +8,11 @@ what was begun is undone on every path out.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from twinkle_ray import topology
+from twinkle_ray.errors import SyncError
 from twinkle_ray.rounds import Call, Round
 from twinkle_ray.types import Deadline
 
@@ -35,9 +36,12 @@ def sync(
     deadline = Deadline.after(timeout_s)
 
     def phase(name: str, methods: Methods) -> dict[str, Any]:
-        return Round(name, deadline).run(
+        answers = Round(name, deadline).run(
             {who: Call(ref=method.remote(*args, **kwargs)) for who, (method, args, kwargs) in methods.items()}
         )
+        for who, answer in answers.items():
+            _require_success(answer, who, name)
+        return answers
 
     train = {f"trainer[{i}]": actor for i, actor in enumerate(trainers)}
     roll = {f"rollout[{i}]": actor for i, actor in enumerate(rollouts)}
@@ -94,9 +98,15 @@ def sync_naive(group: Any, *, merge: bool, base_sync_done: bool, colocated: bool
             undo.callback(group.reload_to_gpu)
             group.offload_to_cpu()
         if merge or not base_sync_done:
-            group.update_weights(adapter_only=False)
+            _require_success(group.update_weights(adapter_only=False), "train_group", "transfer")
         if not merge:
-            group.update_weights(adapter_only=True)
+            _require_success(group.update_weights(adapter_only=True), "train_group", "transfer")
+
+
+def _require_success(answer: Any, who: str, phase: str) -> None:
+    """Raise for who returns its failure instead of raising it."""
+    if answer is False or (isinstance(answer, Mapping) and answer.get("success") is False):
+        raise SyncError(f"{phase}: {who} answered {answer!r}", phase=phase, actors=(who,))
 
 
 def _has_adapter(trainers: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ imported when the first adapter comes.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from twinkle_ray.errors import ConfigError, ManifestMismatch, SyncError, UnsupportedModel
 from twinkle_ray.names import loaded_class
 
+_HALF = re.compile(r"\.lora_(?:embedding_)?([AB])(?:\.weight)?$")
 _PREFIX = "base_model.model."
 
 
@@ -47,16 +49,20 @@ class ModuleAdapters:
 
         Raises:
             UnsupportedModel: PEFT is missing, or the adapter is of a kind that cannot be held.
-            ManifestMismatch: a tensor for which the module has no place.
+            ManifestMismatch: a tensor for which the module has no place, or one without its other half.
         """
         _config(config)
         found = {name for name, _ in self._module.named_modules()}
         problems = []
+        halves: dict[str, set[str]] = {}
         for name in tensors:
             place = name.removeprefix(_PREFIX)
             path = place.split(".lora_")[0] if ".lora_" in place else place.rpartition(".")[0]
             if path not in found:
                 problems.append(f"{name}: the module has no {path}")
+            if half := _HALF.search(place):
+                halves.setdefault(path, set()).add(half[1])
+        problems += [f"{path} comes without lora_{h}" for path, has in halves.items() for h in "AB" if h not in has]
         if problems or not tensors:
             problems = problems or ["it has no tensor"]
             raise ManifestMismatch(
@@ -98,6 +104,9 @@ class ModuleAdapters:
             plain = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}
             result = peft.set_peft_model_state_dict(self._module, plain, adapter_name=name)
             strange = list(getattr(result, "unexpected_keys", ()))
+            lacking = [key for key in getattr(result, "missing_keys", ()) if "lora_" in key and f".{name}" in key]
+            if lacking:
+                raise ValueError(f"nothing came for {', '.join(lacking[:5])}")
             if strange:
                 raise ValueError(f"PEFT has no place for {', '.join(strange[:5])}")
         except Exception as error:

@@ -210,8 +210,10 @@ class Round:
             return
         if waiting.kind == "call":
             self._results[waiting.name] = value
-        elif waiting.kind == "poll":
-            status: OpStatus = value
+        elif not isinstance(value, OpStatus):  # of an actor that overrides what the mixin gives it
+            self._fail(waiting.name, SyncError(f"it answered {value!r}, which says nothing of its operation"), "")
+        else:
+            status = value
             if status.state is OpState.FAILED:
                 cause = status.error or SyncError(f"{status.op} failed")
                 self._fail(waiting.name, cause, str(getattr(cause, "twinkle_traceback", "")))

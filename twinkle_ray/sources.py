@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import eq
 from types import TracebackType
@@ -395,6 +396,7 @@ class TensorStream:
         self._wire = wire.tensors
         self._taken = 0
         self._over = False
+        self._yielded: dict[int, tuple[str, weakref.ref[torch.Tensor], int]] = {}
 
     def __iter__(self) -> TensorStream:
         return self
@@ -512,11 +514,36 @@ class TensorStream:
         if isinstance(self._source, Iterator):
             with torch.no_grad():
                 pair = next(self._source, None)
+            if pair is not None:
+                self._refuse_rewritten(*pair)
         else:
             pair = (meta.name, self._source[at]) if meta is not None else None
         self._over = pair is None
         self._taken += 1
         return pair, meta
+
+    def _refuse_rewritten(self, name: str, tensor: torch.Tensor) -> None:
+        """Several tensors wait for one launch, so a function that fills one buffer again and again would send the last
+        contents under every name.
+
+        Raises:
+            ConfigError: the memory was yielded before and was written to since.
+        """
+        if not isinstance(tensor, torch.Tensor) or tensor.is_inference() or type(tensor) not in PLAIN:
+            return
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # of a layout without one, which is refused elsewhere
+            return
+        earlier = self._yielded.get(address)
+        if address and earlier is not None:
+            before, held, version = earlier[0], earlier[1](), earlier[2]
+            if held is not None and held._version != version:
+                raise ConfigError(
+                    f"named_weights() yields {name} in memory that it yielded as {before} before, and has written to "
+                    "since; yield each tensor in memory of its own"
+                )
+        self._yielded[address] = (name, weakref.ref(tensor), tensor._version)
 
     def _gather(
         self, pair: tuple[str, torch.Tensor | Merging] | None, meta: TensorMeta | None

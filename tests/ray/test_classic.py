@@ -30,6 +30,12 @@ class Log:
 class Logged:
     """Does nothing but record, slowly enough that concurrency shows; can be told to fail at one method."""
 
+    says: Any = None
+
+    def say(self, says: Any) -> None:
+        """What to return when weights were moved."""
+        self.says = says
+
     def __init__(self, log: Any, who: str, fail_at: str = "", slow: float = 0.05) -> None:
         self.log, self.who, self.fail_at, self.slow = log, who, fail_at, slow
 
@@ -70,8 +76,9 @@ class ClassicTrainer(Engine):
 
 @ray.remote(num_cpus=0)
 class ClassicRollout(Engine):
-    def receive_checkpoint_weights(self, base_sync_done: bool, peft_config: Any) -> None:
+    def receive_checkpoint_weights(self, base_sync_done: bool, peft_config: Any) -> Any:
         self.note("receive", (base_sync_done, peft_config))
+        return self.says
 
 
 class ClassicReplica(Logged):
@@ -101,8 +108,9 @@ class TrainGroup(Logged):
     def reload_to_gpu(self) -> None:
         self.note("reload")
 
-    def update_weights(self, adapter_only: bool) -> None:
+    def update_weights(self, adapter_only: bool) -> Any:
         self.note("update", adapter_only)
+        return self.says
 
 
 @pytest.fixture
@@ -275,3 +283,21 @@ def test_naive_mode_undoes_what_it_did_when_a_step_fails(log: Any, where: str) -
     if where != "merge":
         assert order(log)[-2:] == ["reload", "unmerge"]
     assert manager.base_sync_done is False
+
+
+def test_a35_a_failure_that_is_returned_is_raised(log: Any) -> None:
+    trainers, replicas = setting(log)
+    group = TrainGroup(log, "group", slow=0.0)
+    for says in (False, {"success": False}):
+        ray.get(replicas[1].primary.say.remote(says), timeout=30)
+        manager = CheckpointEngineManager(trainers, replicas, weight_sync_mode="nccl", timeout_s=20)
+        with pytest.raises(SyncError, match="answered") as caught:
+            manager.sync_weights()
+        assert caught.value.actors == ("rollout[1]",)
+        assert {"t0", "t1"} <= calls(log, "unmerge").keys()
+        assert manager.base_sync_done is False
+        group.say(says)
+        manager = CheckpointEngineManager(trainers, replicas, weight_sync_mode="naive", train_group=group)
+        with pytest.raises(SyncError, match="train_group answered"):
+            manager.sync_weights()
+        assert manager.base_sync_done is False

@@ -163,6 +163,33 @@ def test_an_operation_may_take_longer_than_the_connect_was_given():
         assert results(people) == [True, True]
 
 
+def write_over(seat):
+    group = seat.group()
+    kept = []
+    buffer = torch.zeros(100_000)
+    for n in range(1, 6):
+        if seat.rank == 0:
+            buffer.fill_(n)
+        elif seat.rank == 2:
+            time.sleep(0.15)
+        group.broadcast_many([buffer])
+        group.synchronize(Deadline.after(20))
+        if seat.rank == 0:
+            buffer.fill_(777)  # at once, while another rank may not even have asked
+        kept.append(buffer.unique().tolist())
+    group.barrier()
+    group.destroy_group()
+    return kept
+
+
+def test_a16_a_buffer_that_is_written_over_after_the_wait_was_read_by_all():
+    with members(write_over, 3) as people:
+        introduce(people)
+        first, *others = results(people)
+    assert first == [[777.0]] * 5
+    assert others == [[[float(n)] for n in range(1, 6)]] * 2
+
+
 # Peers that fail
 
 

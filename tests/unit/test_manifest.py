@@ -39,6 +39,21 @@ def test_json_round_trip():
     assert pickle.loads(pickle.dumps(SOME)) == SOME
 
 
+def test_a07_every_dtype_crosses_json_and_msgspec_as_plain_data():
+    msgspec = pytest.importorskip("msgspec")  # with which vLLM calls its workers
+    metas = [TensorMeta(name=f"w.{name}", shape=(2, 3), dtype=name) for name in ITEMSIZE]
+    assert {"float32", "bfloat16", "float16", "int64", "bool", "float8_e4m3fn"} <= set(ITEMSIZE)
+    manifest = Manifest(tuple(metas)).with_cuts([(2,)] * len(metas))
+    header = manifest.as_json()
+    for again in (
+        json.loads(json.dumps(header)),
+        msgspec.msgpack.decode(msgspec.msgpack.encode(header)),
+        msgspec.json.decode(msgspec.json.encode(header)),
+    ):
+        assert again == header
+        assert Manifest.from_json(again) == manifest
+
+
 def test_the_digest_is_written_down():
     # a changed digest means that processes of two versions of this package no longer understand each other
     one = Manifest((TensorMeta(name="w", shape=(2, 3), dtype="float32"),))

@@ -158,3 +158,30 @@ def test_one_that_fits_only_in_part_is_taken_out_again() -> None:
         put(held, "one", trained(1, target_modules=["q"]))
     assert not held.holds_any()
     assert list(module.modules()) == parts
+
+
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_a19_half_of_a_pair_is_refused_and_the_adapter_before_it_stays(half: str) -> None:
+    module = TinyLM(0).eval()
+    held = ModuleAdapters(module)
+    one = trained(1)
+    put(held, "one", one)
+    held.choose("one")
+    other = Adapter.of(trained(2), "default")
+    tensors = {name: tensor for name, tensor in other.pairs() if not (half in name and "blocks.1.q" in name)}
+    assert len(tensors) == len(dict(other.pairs())) - 1
+    with pytest.raises(ManifestMismatch, match=rf"blocks\.1\.q.* without {half}"):
+        held.check(other.config, tensors)
+    assert torch.equal(logits(module), logits(one))
+
+
+def test_a19_a_layer_for_which_nothing_comes_is_refused() -> None:
+    module = TinyLM(0).eval()
+    before = digests(module)
+    held = ModuleAdapters(module)
+    one = Adapter.of(trained(1), "default")
+    tensors = {name: tensor for name, tensor in one.pairs() if "blocks.1.q" not in name}
+    with pytest.raises(SyncError, match=r"nothing came for blocks\.1\.q\.lora_A"):
+        held.register("one", 1, one.config, tensors)
+    assert not held.holds_any()
+    assert digests(module) == before

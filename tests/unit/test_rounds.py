@@ -181,3 +181,15 @@ def test_whoever_kept_the_others_may_say_so_before_it_is_let_go() -> None:
         transfer(5, released.append).run(members)
     assert caught.value.actors == ("rollout[1]",)
     assert len(released) == 1
+
+
+@pytest.mark.parametrize("said", [False, None, {"success": False}], ids=str)
+def test_a35_a_rollout_that_only_says_that_it_failed_has_failed(said: Any) -> None:
+    released: list[str] = []
+    members = {"trainer[0]": Call(ref=answer(...)), "rollout[0]": working(), "rollout[1]": Rollout(lambda: said).op()}
+    start = time.monotonic()
+    with pytest.raises(SyncError, match=r"rollout\[1\]: it answered") as caught:
+        transfer(20, released.append).run(members)
+    assert caught.value.actors == ("rollout[1]",)
+    assert len(released) == 1
+    assert time.monotonic() - start < 4

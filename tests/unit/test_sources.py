@@ -433,3 +433,36 @@ def test_fsdp1_of_one_rank_sends_its_original_parameters(tmp_path):
         assert all(torch.equal(sent[name], want[name]) for name in want)
     finally:
         dist.destroy_process_group()
+
+
+class TestOneBufferForAll:
+    """A16: several tensors wait for one launch, so memory that is filled again would be sent as it is in the end."""
+
+    def refilled(self):
+        buffer = torch.empty(4)
+        for i in range(3):
+            yield f"w{i}", buffer.fill_(float(i))
+
+    def test_a16_a_function_that_refills_one_buffer_is_refused(self):
+        source = WeightSource(self.refilled)
+        with (
+            source.tensors(source.manifest()) as stream,
+            pytest.raises(ConfigError, match=r"yields w1 in memory .* as w0"),
+        ):
+            list(stream)
+
+    def test_a16_views_of_one_tensor_and_memory_that_was_let_go_are_sent(self):
+        whole = torch.arange(12.0)
+
+        def views():
+            for i in range(3):
+                yield f"view{i}", whole[4 * i : 4 * i + 4]
+            for i in range(20):
+                yield f"fresh{i}", torch.full((4,), float(i))
+
+        source = WeightSource(views)
+        manifest = source.manifest()
+        with source.tensors(manifest) as stream:
+            sent = [tensor.clone() for tensor in stream]
+        assert torch.equal(torch.cat(sent[:3]), whole)
+        assert [float(tensor[0]) for tensor in sent[3:]] == [float(i) for i in range(20)]

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.digest import bytes_view
@@ -110,6 +111,27 @@ def test_at_most_two_staged_chunks_are_under_way() -> None:
     assert report.direct_bytes == 0
     for one, other in zip(trainer.parameters(), rollout.parameters(), strict=True):
         assert torch.equal(one.double(), other)
+
+
+@pytest.mark.parametrize("rows", [[5, 3] * 8, [5, 40, 3, 3, 1, 5, 33, 2]], ids=["small", "some larger than a bucket"])
+def test_a06_a_sender_holds_two_buckets_and_the_largest_of_what_it_gathers(rows: list[int]) -> None:
+    """However slow the receivers are: nothing lands but what the sender waits for."""
+    living: list[tuple[StorageWeakRef, int]] = []
+    most = 0
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for index, count in enumerate(rows):
+            whole = torch.full((count, 8), index, dtype=torch.uint8)
+            living.append((StorageWeakRef(whole.untyped_storage()), whole.nbytes))
+            most = max(most, sum(nbytes for ref, nbytes in living if not ref.expired()))
+            yield f"w{index}", whole
+            del whole
+
+    wire, manifest, _ = sent(WeightSource(gathered))
+    assert b"".join(wire.sent) == b"".join(bytes([index]) * 8 * count for index, count in enumerate(rows))
+    assert max(meta.nbytes for meta in manifest) == 8 * max(rows)
+    assert BUCKET < most <= 2 * BUCKET + 8 * max(rows)
 
 
 def test_cast_tensors_are_staged() -> None:
