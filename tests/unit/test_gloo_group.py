@@ -361,7 +361,7 @@ def test_an_abort_ends_many_outstanding_operations_and_their_buffers_are_free(wo
         introduce(people)
         others = [member for rank, member in enumerate(people) if rank != victim]
         for took, text, out, kept in results(others):
-            assert 0.7 < took < 2.0
+            assert took < 4.0  # of 20
             assert "enough" in text
             assert out
             assert kept
