@@ -100,9 +100,12 @@ def actors(reused: Any) -> Any:
 
 
 def short(who: str, how: str, where: str) -> bool:
-    """A cell of the short form: all that break a transfer, and each other place once by each side."""
-    others = {("raises", "prepare"), ("SIGKILL", "init"), ("hangs", "commit"), ("raises", "finalize")}
-    return where == "transfer" or (how, where) in others
+    """A cell of the short form: each way to fail by each side once, and each place by one of them."""
+    cells = {
+        "trainer[0]": {("raises", "prepare"), ("SIGKILL", "transfer"), ("hangs", "init"), ("is slow", "commit")},
+        "rollout[1]": {("raises", "commit"), ("SIGKILL", "init"), ("hangs", "transfer"), ("is slow", "finalize")},
+    }
+    return (how, where) in cells[who]
 
 
 CELLS = [

@@ -58,109 +58,115 @@ def trainer(ray_cluster: str) -> Iterator[Any]:
     ray.kill(made)
 
 
-@pytest.mark.parametrize("seconds", [pytest.param(180.0, marks=pytest.mark.soak), 12.0])
-def test_every_answer_is_that_of_one_whole_version(
-    checkpoints: Path, trainer: Any, start: Make, seconds: float
-) -> None:
-    """A client asks without pause while syncs succeed and fail at random."""
-    rollout = start(FaultyRollout, checkpoints / "llama-0", options={"max_concurrency": 3})
-    bench = Bench(checkpoints, "llama", trainer, [rollout])
-    get(rollout.checkpoint_status.remote(), 120)
-    chance, seeds = random.Random(5), {0: 0}  # which checkpoint a version is of
-    answers: list[Answer] = []
-    refusals: list[ReplicaUnavailable] = []
-    others: list[BaseException] = []
-    over = threading.Event()
+class TestOneEngine:
+    """In the actor's process; one test leaves it to the next."""
 
-    def ask() -> None:
-        while not over.is_set():
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rollout(cls, checkpoints: Path, start: Make) -> Any:
+        made = start(FaultyRollout, checkpoints / "llama-0", options={"max_concurrency": 3})
+        get(made.checkpoint_status.remote(), 120)
+        return made
+
+    @pytest.mark.parametrize("seconds", [pytest.param(180.0, marks=pytest.mark.soak), 12.0])
+    def test_every_answer_is_that_of_one_whole_version(
+        self, checkpoints: Path, trainer: Any, rollout: Any, seconds: float
+    ) -> None:
+        """A client asks without pause while syncs succeed and fail at random."""
+        bench = Bench(checkpoints, "llama", trainer, [rollout])
+        bench.load(0)
+        chance, seeds = random.Random(5), {bench.manager.sync_weights().version: 0}  # which checkpoint a version is of
+        answers: list[Answer] = []
+        refusals: list[ReplicaUnavailable] = []
+        others: list[BaseException] = []
+        over = threading.Event()
+
+        def ask() -> None:
+            while not over.is_set():
+                try:
+                    answers.extend(get(rollout.generate.remote(models.PROMPTS, models.NEW_TOKENS)))
+                except ReplicaUnavailable as error:
+                    refusals.append(error)
+                except BaseException as error:
+                    others.append(error)
+                    return
+
+        client = threading.Thread(target=ask)
+        client.start()
+        deadline = time.monotonic() + seconds
+        failed = syncs = 0
+        while (time.monotonic() < deadline or syncs < 10) and not others:
+            seed = chance.choice(models.SEEDS)
+            bench.load(seed)
+            bench.manager.bucket_size = chance.choice([4096, 1 << 20])
+            syncs += 1
+            if syncs == 3 or chance.random() < 0.4:
+                victim = chance.choice([trainer, rollout])
+                get(victim.fail_at_launch.remote(chance.choice([0, 5]) if bench.manager.bucket_size == 4096 else 0))
             try:
-                answers.extend(get(rollout.generate.remote(models.PROMPTS, models.NEW_TOKENS)))
-            except ReplicaUnavailable as error:
-                refusals.append(error)
-            except BaseException as error:
-                others.append(error)
-                return
+                seeds[bench.manager.sync_weights(in_flight=chance.choice(["wait", "abort"])).version] = seed
+            except SyncError:
+                failed += 1
+            time.sleep(chance.random() * 0.3)
+        seeds[bench.manager.sync_weights().version] = seed
+        over.set()
+        client.join(60)
+        bench.manager.close()
+        assert others == []
+        assert failed > 0
+        whole = [answer for answer in answers if answer.reason != "abort"]
+        assert len({answer.version for answer in whole}) > 2
+        wanted = {version: bench.expected[str(seed)] for version, seed in seeds.items()}
+        assert all(answer.tokens in wanted[answer.version] for answer in whole if answer.version in wanted)
+        assert {answer.version for answer in whole} <= wanted.keys()
+        # One that was ended has the beginning of the answer of its version.
+        for answer in answers:
+            if answer.reason == "abort" and answer.tokens:
+                assert any(full[: len(answer.tokens)] == answer.tokens for full in wanted[answer.version])
 
-    client = threading.Thread(target=ask)
-    client.start()
-    deadline = time.monotonic() + seconds
-    failed = syncs = 0
-    while (time.monotonic() < deadline or syncs < 10) and not others:
-        seed = chance.choice(models.SEEDS)
-        bench.load(seed)
-        bench.manager.bucket_size = chance.choice([4096, 1 << 20])
-        syncs += 1
-        if syncs == 3 or chance.random() < 0.4:
-            victim = chance.choice([trainer, rollout])
-            get(victim.fail_at_launch.remote(chance.choice([0, 5]) if bench.manager.bucket_size == 4096 else 0))
-        try:
-            seeds[bench.manager.sync_weights(in_flight=chance.choice(["wait", "abort"])).version] = seed
-        except SyncError:
-            failed += 1
-        time.sleep(chance.random() * 0.3)
-    seeds[bench.manager.sync_weights().version] = seed
-    over.set()
-    client.join(60)
-    bench.manager.close()
-    assert others == []
-    assert failed > 0
-    whole = [answer for answer in answers if answer.reason != "abort"]
-    assert len({answer.version for answer in whole}) > 2
-    wanted = {version: bench.expected[str(seed)] for version, seed in seeds.items()}
-    assert all(answer.tokens in wanted[answer.version] for answer in whole if answer.version in wanted)
-    assert {answer.version for answer in whole} <= wanted.keys()
-    # One that was ended has the beginning of the answer of its version.
-    for answer in answers:
-        if answer.reason == "abort" and answer.tokens:
-            assert any(full[: len(answer.tokens)] == answer.tokens for full in wanted[answer.version])
-
-
-def test_an_engine_whose_process_is_killed_is_named_and_a_new_one_takes_its_place(
-    checkpoints: Path, trainer: Any, start: Make
-) -> None:
-    rollouts = [start(FaultyRollout, checkpoints / "llama-0", child=child) for child in (True, False)]
-    get(trainer.load.remote(checkpoints / "llama-1"))
-    with CheckpointEngineManager([trainer], rollouts, timeout_s=30) as manager:
-        get([rollout.checkpoint_status.remote() for rollout in rollouts], 120)
-        manager.sync_weights()
-        os.kill(pid := get(rollouts[0].engine_pid.remote()), signal.SIGKILL)
-        while psutil.pid_exists(pid):  # it gives its memory back first, and its parent notices then
-            time.sleep(0.05)
-        begun = time.monotonic()
-        with pytest.raises(PeerLost, match=r"rollout\[0\].*the process of this vLLM engine is dead") as caught:
+    def test_a_trainer_that_is_killed_while_it_sends(self, checkpoints: Path, trainer: Any, rollout: Any) -> None:
+        doomed = (
+            ray.remote(num_cpus=0.1)(FaultyTrainer).options(runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}).remote()
+        )
+        get([one.load.remote(checkpoints / "llama-1") for one in (trainer, doomed)])
+        get(rollout.checkpoint_status.remote(), 120)
+        with CheckpointEngineManager([doomed], [rollout], timeout_s=30, bucket_size=4096) as manager:
             manager.sync_weights()
-        assert time.monotonic() - begun < 15
-        assert caught.value.actors == ("rollout[0]",)
-        expected = Bench(checkpoints, "llama", trainer, rollouts).expected
-        if get(rollouts[1].checkpoint_status.remote()).contents is Contents.WHOLE:
-            assert tokens(get(rollouts[1].generate.remote(models.PROMPTS, models.NEW_TOKENS))) == expected["1"]
-        else:  # the first byte had come when the other one's worker ended
-            with pytest.raises(ReplicaUnavailable, match="mixture"):
-                get(rollouts[1].generate.remote(["hello"], 4))
-        get(rollouts[0].make.remote(checkpoints / "llama-0"), 120)
-        manager.sync_weights()
-        for rollout in rollouts:
+            get(doomed.die_at_launch.remote(5))
+            begun = time.monotonic()
+            with pytest.raises(PeerLost, match=r"trainer\[0\]"):
+                manager.sync_weights()
+            assert time.monotonic() - begun < 10
+            with pytest.raises(ReplicaUnavailable, match="mixture of weights"):
+                get(rollout.generate.remote(["hello"], 4))
+            manager.replace_trainers([trainer])
+            manager.sync_weights()
+            expected = Bench(checkpoints, "llama", trainer, [rollout]).expected
             assert tokens(get(rollout.generate.remote(models.PROMPTS, models.NEW_TOKENS))) == expected["1"]
 
-
-def test_a_trainer_that_is_killed_while_it_sends(checkpoints: Path, trainer: Any, start: Make) -> None:
-    rollout = start(FaultyRollout, checkpoints / "llama-0")
-    doomed = (
-        ray.remote(num_cpus=0.1)(FaultyTrainer).options(runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}).remote()
-    )
-    get([one.load.remote(checkpoints / "llama-1") for one in (trainer, doomed)])
-    get(rollout.checkpoint_status.remote(), 120)
-    with CheckpointEngineManager([doomed], [rollout], timeout_s=30, bucket_size=4096) as manager:
-        manager.sync_weights()
-        get(doomed.die_at_launch.remote(5))
-        begun = time.monotonic()
-        with pytest.raises(PeerLost, match=r"trainer\[0\]"):
+    def test_an_engine_whose_process_is_killed_is_named_and_a_new_one_takes_its_place(
+        self, checkpoints: Path, trainer: Any, rollout: Any, start: Make
+    ) -> None:
+        rollouts = [start(FaultyRollout, checkpoints / "llama-0", child=True), rollout]
+        get(trainer.load.remote(checkpoints / "llama-1"))
+        with CheckpointEngineManager([trainer], rollouts, timeout_s=30) as manager:
+            get([rollout.checkpoint_status.remote() for rollout in rollouts], 120)
             manager.sync_weights()
-        assert time.monotonic() - begun < 10
-        with pytest.raises(ReplicaUnavailable, match="mixture of weights"):
-            get(rollout.generate.remote(["hello"], 4))
-        manager.replace_trainers([trainer])
-        manager.sync_weights()
-        expected = Bench(checkpoints, "llama", trainer, [rollout]).expected
-        assert tokens(get(rollout.generate.remote(models.PROMPTS, models.NEW_TOKENS))) == expected["1"]
+            os.kill(pid := get(rollouts[0].engine_pid.remote()), signal.SIGKILL)
+            while psutil.pid_exists(pid):  # it gives its memory back first, and its parent notices then
+                time.sleep(0.05)
+            begun = time.monotonic()
+            with pytest.raises(PeerLost, match=r"rollout\[0\].*the process of this vLLM engine is dead") as caught:
+                manager.sync_weights()
+            assert time.monotonic() - begun < 15
+            assert caught.value.actors == ("rollout[0]",)
+            expected = Bench(checkpoints, "llama", trainer, rollouts).expected
+            if get(rollouts[1].checkpoint_status.remote()).contents is Contents.WHOLE:
+                assert tokens(get(rollouts[1].generate.remote(models.PROMPTS, models.NEW_TOKENS))) == expected["1"]
+            else:  # the first byte had come when the other one's worker ended
+                with pytest.raises(ReplicaUnavailable, match="mixture"):
+                    get(rollouts[1].generate.remote(["hello"], 4))
+            get(rollouts[0].make.remote(checkpoints / "llama-0"), 120)
+            manager.sync_weights()
+            for rollout in rollouts:
+                assert tokens(get(rollout.generate.remote(models.PROMPTS, models.NEW_TOKENS))) == expected["1"]
