@@ -29,7 +29,7 @@ from twinkle_ray.errors import (
 )
 from twinkle_ray.manifest import Manifest, agree_cuts, agree_dtypes
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
-from twinkle_ray.replica import BACKENDS, Replica, Trainer, find, replicas_of, trainers_of
+from twinkle_ray.replica import BACKENDS, Replica, Trainer, actor_key, find, replicas_of, trainers_of
 from twinkle_ray.rounds import Call, Op, Round
 from twinkle_ray.sending import Sending, Wanted, decide, disagreements, idle_lora, require_lora
 from twinkle_ray.topology import Topology
@@ -305,9 +305,9 @@ class CheckpointEngineManager:
         with self._alone():
             trainers = trainers_of(train_actors)
             before, self._trainers = self._trainers, trainers
-            kept = {id(trainer.handle) for trainer in trainers}
+            kept = {actor_key(trainer.handle) for trainer in trainers}
             self._forget()
-            gone = [t for t in before if t.has_mixin and id(t.handle) not in kept]
+            gone = [t for t in before if t.has_mixin and actor_key(t.handle) not in kept]
             self._best_effort([t.handle.finalize_checkpoint_engine.remote(True) for t in gone], [])
 
     def _drop(self, names: Sequence[str]) -> None:

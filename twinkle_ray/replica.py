@@ -102,9 +102,9 @@ def find(replicas: Sequence[Replica], wanted: Any) -> Replica:
     Raises:
         ConfigError: it is none of them.
     """
-    key = _key(primary(wanted)) if not isinstance(wanted, str) else None
+    key = actor_key(primary(wanted)) if not isinstance(wanted, str) else None
     for replica in replicas:
-        if replica.owner is wanted or (replica.name == wanted if key is None else _key(replica.handle) == key):
+        if replica.owner is wanted or (replica.name == wanted if key is None else actor_key(replica.handle) == key):
             return replica
     who = wanted if isinstance(wanted, str) else "this rollout"
     names = ", ".join(replica.name for replica in replicas)
@@ -116,7 +116,8 @@ def primary(rollout: Any) -> Any:
     return getattr(rollout, "primary", rollout)
 
 
-def _key(handle: Any) -> Any:
+def actor_key(handle: Any) -> Any:
+    """Equal for two handles of one actor."""
     return getattr(handle, "_actor_id", None) or id(handle)
 
 
@@ -129,7 +130,7 @@ def _check(members: list[tuple[str, Any]], methods: Sequence[str], mixin: str) -
                 f"{name} has no {missing[0]}(); let its class inherit twinkle_ray.mixins.{mixin} (it must be a Ray "
                 "actor handle or an object whose .primary is one)"
             )
-        key = _key(handle)
+        key = actor_key(handle)
         if key in seen:
             raise ConfigError(f"{name} is the same actor as {seen[key]}; give each actor once")
         seen[key] = name
