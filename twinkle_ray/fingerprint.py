@@ -53,16 +53,20 @@ class Fingerprint:
 
     def same_tensors(self) -> bool:
         """Whether each module and tensor is where it was, at its address, whatever else there may be by now."""
+        return self.same_objects() and self.same_addresses()
+
+    def same_objects(self) -> bool:
+        """Whether each module and tensor is the same object; a tensor's memory may be another."""
         if self._opaque:
             return False
         for place in self._sharded:
             place.reshard()
         values = list(chain.from_iterable(map(dict.values, self._filled)))
-        return (
-            len(values) >= len(self._values)
-            and all(map(is_, values, self._values))
-            and _addresses(self._plain) == self._addresses
-        )
+        return len(values) >= len(self._values) and all(map(is_, values, self._values))
+
+    def same_addresses(self) -> bool:
+        """Whether these tensors still have the memory that they had."""
+        return _addresses(self._plain) == self._addresses
 
     def same_tree(self) -> bool:
         """Whether their names are the same, and nothing was added beside them."""

@@ -47,7 +47,11 @@ _session = uuid.uuid4().hex[:8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A method that blocks in the actor until it is done."""
+    """A method that blocks in the actor until it is done.
+
+    Attributes:
+        ref: of the call; or a function that makes it, when the round comes to this member.
+    """
 
     ref: Any
 
@@ -161,7 +165,7 @@ class Round:
 
     def _send(self, name: str, member: Call | Op) -> None:
         if isinstance(member, Call):
-            self._pending[member.ref] = _Waiting(name, "call")
+            self._pending[member.ref() if callable(member.ref) else member.ref] = _Waiting(name, "call")
             return
         key = f"{_session}-{next(_keys)}"
         start = member.handle.start_checkpoint.remote(key, member.op, member.request, _SLICE_S)

@@ -20,7 +20,7 @@ from torch import nn
 
 from twinkle_ray.adapter import Adapter
 from twinkle_ray.digest import DTYPE_NAMES, DTYPES, has_own_bytes, torch_dtype
-from twinkle_ray.errors import ConfigError, ManifestMismatch, UnsupportedModel
+from twinkle_ray.errors import ConfigError, ManifestMismatch, TwinkleRayError, UnsupportedModel
 from twinkle_ray.fingerprint import PLAIN, Fingerprint
 from twinkle_ray.lora import (
     AdapterState,
@@ -113,8 +113,9 @@ class WeightSource:
 
         Args:
             merge: see :meth:`manifest`.
-            recheck: names, and whether something was added, may be compared later, by :meth:`TensorStream.recheck`.
-                That the tensors are all still there, the very ones, is compared at once in any case.
+            recheck: names, what shares memory, and whether something was added may be compared later, by
+                :meth:`TensorStream.recheck`. That the tensors are all still there, the very ones, is compared at once
+                in any case; what is sent of each is the memory that it has then.
             own: digest of the manifest in the trainer's own dtypes from which ``wire`` was agreed. If it is given, a
                 module of other dtypes has changed too; else all that can be cast is.
 
@@ -126,8 +127,9 @@ class WeightSource:
         """
         if not isinstance(self._weights, nn.Module):
             return TensorStream(iter(self._weights()), wire)
-        later = recheck and self._walked is not None and self._walked.same_tensors()
-        walked = self._walked if later and self._walked is not None else self._look(self._weights)
+        module, known = self._weights, self._walked
+        later = recheck and known is not None and known.may_be_sent()
+        walked = known if later and known is not None else self._look(module)
         merge = self.merge if merge is None else merge
         mine = walked.manifest(merge=merge)
         if own not in (None, mine.digest):
@@ -140,8 +142,16 @@ class WeightSource:
             walked.sent(merge=merge),
             wire,
             device=walked.device,
-            recheck=walked.fingerprint.same_tree if later else None,
+            recheck=(lambda: self._still(module, walked, merge)) if later else None,
         )
+
+    def _still(self, module: nn.Module, walked: _Walked, merge: bool) -> bool:
+        """Whether another walk finds what that one found."""
+        try:
+            now = self._look(module)
+        except TwinkleRayError:  # which whoever walks it next will say
+            return False
+        return now.adapted == walked.adapted and now.manifest(merge=merge).digest == walked.manifest(merge=merge).digest
 
     def gather_only(self, wire: Manifest, *, merge: bool | None = None) -> None:
         """Take part in the collectives of :meth:`tensors` on a rank that sends nothing, and keep nothing.
@@ -271,6 +281,7 @@ class _Walked:
             frozen = _group(self._names, tensors, self._kinds, frozen_views) if self._adapted else merged
             self._grouped = {True: merged, False: frozen}
         self._tensors = tensors
+        self._ends = self._look_at_ends()
         self.sharded = any(map(is_dtensor, tensors))
         self._sent: dict[bool, Sequence[torch.Tensor | Merging]] = {}
         self._alone: dict[str, Adapter] = {}
@@ -325,9 +336,16 @@ class _Walked:
             marks.append((id(tensor), local.data_ptr(), 0 if local.is_inference() else local._version))
         return marks
 
-    def same_tensors(self) -> bool:
-        """:meth:`holds`, but for what :meth:`Fingerprint.same_tree` compares."""
-        return self.fingerprint.same_tensors() and self._same_adapters()
+    def may_be_sent(self) -> bool:
+        """Whether what is to be sent is still these tensors. To look at the memory of tens of thousands of them takes
+        milliseconds: only that of the first and the last is compared, which shows a module that was moved or cast. That
+        of each other is as it is sent, and whether any two share it by :meth:`holds`, while the wire works."""
+        if self._adapters is not None or self.sharded:
+            return self.fingerprint.same_tensors() and self._same_adapters()
+        return self.fingerprint.same_objects() and self._ends == self._look_at_ends()
+
+    def _look_at_ends(self) -> list[tuple[torch.device, torch.dtype, torch.Size]]:
+        return [(tensor.device, tensor.dtype, tensor.shape) for tensor in (self._tensors[0], self._tensors[-1])]
 
     def holds(self) -> bool:
         """Whether another walk would find the same."""

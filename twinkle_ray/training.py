@@ -312,6 +312,11 @@ class Training:
                         announce(operation, group, {"bucket_size": bucket_size, "base": base, "adapter": one})
                     for stream, manifest in parts:
                         send(group, stream, manifest, bucket_size, operation)
+                except ManifestMismatch as error:  # some tensor got another shape or dtype in place
+                    group.abort(f"{type(error).__name__}: {error}")
+                    if own is None:
+                        raise
+                    raise NotAgreed(str(error), phase="transfer") from error
                 except BaseException as error:
                     group.abort(f"{type(error).__name__}: {error}")  # the receivers need not wait for those gathers
                     raise

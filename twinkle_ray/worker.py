@@ -29,7 +29,7 @@ from twinkle_ray.errors import (
     to_plain,
 )
 from twinkle_ray.manifest import Manifest
-from twinkle_ray.sinks import LoadReport, Sink, StagedSink
+from twinkle_ray.sinks import Sink, StagedSink
 from twinkle_ray.stream import receive_frame, send_frame
 from twinkle_ray.transfer import receive
 from twinkle_ray.types import MERGED, PLAIN, Deadline, OpState, OpStatus, Rendezvous
@@ -226,15 +226,13 @@ class WorkerSide:
             reports.append(receive(group, staged, alone, bucket_size, operation))
             if not operation.ended.is_set():  # else it was given up, and nobody will come for them
                 self._received = staged.tensors
-        return asdict(
-            LoadReport(
-                path=", ".join(dict.fromkeys(report.path for report in reports)),
-                tensors=sum(report.tensors for report in reports),
-                nbytes=sum(report.nbytes for report in reports),
-                direct_bytes=sum(report.direct_bytes for report in reports),
-                seconds=reports[-1].seconds,
-            )
-        )
+        return {
+            "path": ", ".join(dict.fromkeys(report.path for report in reports)),
+            "tensors": sum(report.tensors for report in reports),
+            "nbytes": sum(report.nbytes for report in reports),
+            "direct_bytes": sum(report.direct_bytes for report in reports),
+            "seconds": reports[-1].seconds,
+        }
 
     def settle_adapters(self, base: bool, remove: list[str], register: dict[str, Any] | None) -> dict[str, Any]:
         """What follows a receive, while no request runs.

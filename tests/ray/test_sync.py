@@ -337,7 +337,12 @@ def deepened(actor: Any) -> None:
     actor.model.norm.add_module("more", torch.nn.Linear(3, 3))
 
 
-@pytest.mark.parametrize("change", [renamed, grown, deepened])
+def reshaped(actor: Any) -> None:
+    norm = actor.model.norm
+    norm.bias.data = norm.bias.data[:-1].clone()
+
+
+@pytest.mark.parametrize("change", [renamed, grown, deepened, reshaped])
 def test_new_names_and_more_tensors_are_agreed_anew_in_the_same_call(actors: Any, change: Any) -> None:
     trainer, rollout = actors(Trainer), actors(Rollout)
     with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
@@ -350,6 +355,20 @@ def test_new_names_and_more_tensors_are_agreed_anew_in_the_same_call(actors: Any
         get(trainer.step.remote(6))
         assert set(manager.sync_weights().phases) == {"transfer"}
         assert get(rollout.digests.remote()) == get(trainer.digests.remote())
+
+
+def test_a_tensor_is_sent_from_the_memory_that_it_has_now(actors: Any) -> None:
+    def moved(actor: Any) -> None:
+        for parameter in actor.model.parameters():
+            parameter.data = torch.randn_like(parameter)
+
+    trainer, rollout = actors(Trainer), actors(Rollout)
+    with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
+        manager.sync_weights()
+        for _ in range(2):
+            get(trainer.call.remote(moved))
+            assert set(manager.sync_weights().phases) == {"transfer"}
+            assert get(rollout.digests.remote()) == get(trainer.digests.remote())
 
 
 @pytest.mark.parametrize("change", [grown, deepened])

@@ -264,6 +264,11 @@ class Rollout(RolloutActorMixin):
     def written(self) -> list[int]:
         return written(self.llm.llm_engine.output_processor)
 
+    def hashed(self) -> tuple[int, int]:
+        """Blocks of the KV cache that carry a prefix's hash, and all of them, of an engine core in this process."""
+        blocks = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.blocks
+        return sum(block.block_hash is not None for block in blocks), len(blocks)
+
     def fail_in_last_worker(self) -> None:
         """:meth:`fail_to_register` in the last one of several workers, which are processes of their own."""
 

@@ -402,6 +402,14 @@ class TestInProcess(Follows, InFlight, Fails, BadInput):
         with (made := Bench(checkpoints, "llama", trainers["plain"], rollouts)).manager:
             yield made
 
+    def test_no_block_of_the_cache_keeps_a_hash(self, bench: Bench) -> None:
+        bench.sync(2)
+        bench.generate([LONG_PROMPT])
+        hashed = get([r.hashed.remote() for r in bench.rollouts])
+        assert all(0 < some < of for some, of in hashed)
+        bench.sync(3)
+        assert get([r.hashed.remote() for r in bench.rollouts]) == [(0, of) for _, of in hashed]
+
     def test_a_trainers_own_process_group_stands_beside_vllms(self, bench: Bench, trainers: dict[str, Any]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]

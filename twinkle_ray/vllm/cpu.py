@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ _LORA_KERNELS = ("ops.torch_ops.lora_ops", "ops.torch_ops", "punica_wrapper.puni
 _MARK = "_twinkle_ray_original"
 
 
+@cache
 def applies() -> bool:
     """Whether this process runs vLLM's CPU build."""
     return bool(importlib.import_module("vllm.platforms").current_platform.is_cpu())

@@ -34,6 +34,7 @@ from twinkle_ray.errors import (
 )
 from twinkle_ray.types import Deadline
 from twinkle_ray.vllm.adapters import lora_facts
+from twinkle_ray.vllm.caches import shorten_resets
 from twinkle_ray.vllm.door import Door, still_running
 from twinkle_ray.vllm.line import METHODS, Line
 from twinkle_ray.vllm.plugin import EXTENSION
@@ -216,7 +217,9 @@ class LLMEngine(_Adapters):
         self._asker: _Asker | None = None
         self._line: Line | None = None
         self._lineless = False
-        if not self._in_process:
+        if self._in_process:
+            shorten_resets()
+        else:
             self._guard_socket()
 
     def detach(self) -> None:

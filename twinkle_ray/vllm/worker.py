@@ -67,9 +67,11 @@ def side(worker: Any) -> Any:
     """The ``WorkerSide`` of a worker, made if there is none yet. It may be set beforehand by :func:`attach`."""
     if _SIDE not in vars(worker):
         from twinkle_ray.vllm.adapters import adapters_of
+        from twinkle_ray.vllm.caches import shorten_resets
         from twinkle_ray.vllm.loading import EngineSink
         from twinkle_ray.worker import WorkerSide
 
+        shorten_resets()  # with one worker the engine core is in this process too
         attach(worker, WorkerSide(EngineSink(worker), lambda: adapters_of(worker), index=int(worker.rank)))
     return vars(worker)[_SIDE]
 
