@@ -24,7 +24,7 @@ from twinkle_ray.digest import torch_dtype
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.plan import Chunk
 
-_ALIGNED = 16
+ALIGNED = 16
 """Bytes: what transports move with their widest instructions."""
 
 _START = attrgetter("start")
@@ -69,7 +69,7 @@ class Pieces:
         self.nbytes += size
 
     def align(self) -> None:
-        if padding := -self.nbytes % _ALIGNED:
+        if padding := -self.nbytes % ALIGNED:
             self.add(-1, padding)
 
     def cut(self, buffer: torch.Tensor, views: list[torch.Tensor]) -> None:
