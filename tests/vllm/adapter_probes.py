@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import math
 import sys
@@ -90,9 +91,19 @@ def make_adapters(root: Path, out: Path) -> None:
 class Extension(WorkerExtension):
     """A worker's side of the tests: what a sync does once it has received the tensors."""
 
-    def put(self, name: str, version: int, path: str, number: int) -> Any:
+    def put(self, name: str, version: int, path: str, number: int, anew: bool = False) -> Any:
+        """``anew``: not in the memory of the version before it, though it has the same shapes."""
         config, tensors = read(path)
-        return self._outcome(lambda: adapters_of(self).register(name, version, config, tensors, number=number))
+        alike = json.dumps([config, [[n, list(t.shape), str(t.dtype)] for n, t in tensors.items()]], sort_keys=True)
+        digest = None if anew else hashlib.sha256(alike.encode()).hexdigest()
+        store = adapters_of(self)
+        return self._outcome(lambda: store.register(name, version, config, tensors, number=number, digest=digest))
+
+    def memory(self, name: str) -> list[int]:
+        """Which object vLLM serves an adapter from, and in which slot."""
+        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        number = adapters_of(self).entries()["held"][name][1]
+        return [id(manager.list_adapters()[number]), list(manager.lora_index_to_id).index(number)]
 
     def put_broken(self, where: str, name: str, path: str, number: int) -> Any:
         """:meth:`put` with vLLM failing in the middle."""
@@ -106,7 +117,7 @@ class Extension(WorkerExtension):
             raise RuntimeError("no more memory")
 
         vars(holder)[method] = fail
-        return self.put(name, 99, path, number)
+        return self.put(name, 99, path, number, anew=where == "slots")
 
     def refuse(self, path: str, change: str) -> Any:
         """The error for an adapter with something wrong, and whether what vLLM holds was left as it is."""
@@ -257,6 +268,7 @@ def flow(root: Path, adapters: Path) -> dict[str, Any]:
                 "second": generate(),
                 "held": now(engine.learn_adapters(timeout_s=20)),
                 "ids": rollout.rpc("seen")[0],
+                "memory": rollout.rpc("memory", "a"),
             }
         )
     facts["older request"] = generate(first)

@@ -63,6 +63,7 @@ def test_after_each_update_requests_get_the_new_version_and_the_old_one_is_gone(
     assert [u["held"] for u in updates] == [{"a": k} for k in range(1, UPDATES + 1)]
     assert all(len(u["ids"]) == 1 for u in updates)
     assert len({u["ids"][0] for u in updates}) == UPDATES
+    assert len({str(u["memory"]) for u in updates}) == 1
 
 
 @pytest.mark.parametrize("name", FLOWS)
