@@ -57,12 +57,12 @@ def digests(module: torch.nn.Module) -> dict[str, str]:
 
 
 def placed(module: torch.nn.Module) -> torch.nn.Module:
-    """On the device of which the environment speaks; see ``tests/ray/conftest.py``."""
-    if os.environ.get("TWINKLE_TEST_DEVICE") != "npu":
-        return module
-    import torch_npu  # noqa: F401
+    """On the device of which the environment speaks: ``npu`` in ``tests/ray``, ``cuda`` in ``tests/gpu``."""
+    device = os.environ.get("TWINKLE_TEST_DEVICE", "cpu")
+    if device == "npu":
+        import torch_npu  # noqa: F401
 
-    return module.to("npu")
+    return module.to(device)
 
 
 def open_things() -> dict[str, int]:
@@ -72,10 +72,15 @@ def open_things() -> dict[str, int]:
 
 def group_class() -> Any:
     """Of the groups that move this process's tensors."""
-    if os.environ.get("TWINKLE_TEST_DEVICE") == "npu":
+    device = os.environ.get("TWINKLE_TEST_DEVICE")
+    if device == "npu":
         from twinkle_ray.backends.hccl import HcclGroup
 
         return HcclGroup
+    if device == "cuda":
+        from twinkle_ray.backends.nccl import NcclGroup
+
+        return NcclGroup
     from twinkle_ray.backends.gloo import GlooGroup
 
     return GlooGroup

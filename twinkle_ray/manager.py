@@ -24,6 +24,7 @@ from twinkle_ray.errors import (
     NotAgreed,
     ReplicaUnavailable,
     SyncError,
+    SyncTimeout,
     VerifyError,
     mismatch,
 )
@@ -509,7 +510,8 @@ class CheckpointEngineManager:
                     self._drop(dead)
                     dropped += dead
                     continue
-                error.versions = self._ask_rollouts("weights_version")
+                late = error.actors if isinstance(error, SyncTimeout) else ()
+                error.versions = self._ask_rollouts("weights_version", late)
                 raise
             except BaseException:
                 # Refused input leaves the group as it is, if it stands; an interrupt in the transfer does not.
@@ -920,10 +922,13 @@ class CheckpointEngineManager:
 
         return Round(phase, deadline, release=release if made is not None else None, owner=owner)
 
-    def _ask_rollouts(self, method: str) -> dict[str, Any]:
-        """What each rollout answers within a second; ``None`` for one that does not."""
+    def _ask_rollouts(self, method: str, late: Sequence[str] = ()) -> dict[str, Any]:
+        """What each rollout answers within a second, or within 0.2 s if it is known to be late; ``None`` for one that
+        does not."""
         refs = {r.name: getattr(r.handle, method).remote() for r in self._replicas}
-        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=1.0)
+        for names, wait_s in ([n for n in refs if n not in late], 1.0), (list(refs), 0.2 if late else 0.0):
+            if names:
+                ready, _ = ray.wait([refs[name] for name in names], num_returns=len(names), timeout=wait_s)
         answers: dict[str, Any] = dict.fromkeys(refs)
         for name, ref in refs.items():
             if ref in ready:

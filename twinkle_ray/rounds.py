@@ -36,6 +36,9 @@ _SLICE_S = 0.2
 _SETTLE_S = 1.5
 """Seconds after the first failure during which the others may still report a better explanation."""
 
+_SETTLE_ALONE_S = 0.3
+"""The same if everybody else has answered, and the one that did not is the failure."""
+
 _MARGIN_S = 0.5
 """Actors end by their own deadline and can say why; the driver's own deadline lies this much later."""
 
@@ -124,7 +127,7 @@ class Round:
         while self._pending or self._later:
             now = time.monotonic()
             if self._errors and settle is None:
-                settle = now + _SETTLE_S
+                settle = now + (_SETTLE_ALONE_S if self._only_late() else _SETTLE_S)
             if self._errors and not self._patient():
                 self._let_go(self._reason())
             if settle is not None and (now > settle or self._explained()):
@@ -267,6 +270,11 @@ class Round:
         unless it is released before."""
         error = first_cause(self._errors.values())
         return isinstance(error, SyncAborted) or (isinstance(error, SyncTimeout) and not error.actors)
+
+    def _only_late(self) -> bool:
+        """Whether nobody has failed but one member that did not answer in time, and all others have ended well."""
+        ((name, error), *more) = self._errors.items()
+        return not more and isinstance(error, SyncTimeout) and error.actors == (name,) and self._missing() == []
 
     def _explained(self) -> bool:
         return any(vagueness(error) == 0 for error in self._errors.values())

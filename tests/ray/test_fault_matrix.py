@@ -6,88 +6,22 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import signal
 import time
 from typing import Any
 
 import pytest
 import ray
 
-from tests.actors import Probed, RolloutBase, TrainerBase, at_launch, open_things
+from tests.actors import open_things
+from tests.faults import HANG_S, SLOW_S, FaultyRolloutBase, FaultyTrainerBase, forget_faults
 from tests.ray.test_lora import get
 from twinkle_ray import CheckpointEngineManager, PeerLost, SyncError, SyncTimeout
 from twinkle_ray.types import Contents
 
-DEADLINE_S = 3.0
-SLOW_S = 0.7
+DEADLINE_S = HANG_S / 4
 WHO = ("trainer[0]", "rollout[1]")
 HOW = ("raises", "SIGKILL", "hangs", "is slow")
 WHERE = ("prepare", "init", "transfer", "commit", "finalize")
-
-
-class Faulty(Probed):
-    """Does something once, at one place of a sync."""
-
-    fault = ("", "")
-
-    def arm(self, where: str, how: str) -> None:
-        self.fault = (where, how)
-
-    def at(self, where: str) -> None:
-        if self.fault[0] == where:
-            how, self.fault = self.fault[1], ("", "")
-            misbehave(how)
-
-
-def misbehave(how: str) -> None:
-    if how == "raises":
-        raise OSError("something broke")
-    if how == "SIGKILL":
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(4 * DEADLINE_S if how == "hangs" else SLOW_S)
-
-
-class FaultyTrainerBase(Faulty, TrainerBase):
-    def checkpoint_status(self, merge: bool = True) -> Any:
-        self.at("prepare")
-        return super().checkpoint_status(merge)
-
-    def start_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        self.at("init")
-        return super().start_checkpoint(*args, **kwargs)
-
-    def send_checkpoint_weights(self, *args: Any, **kwargs: Any) -> Any:
-        if self.fault[0] == "transfer":
-            at_launch(2, lambda: self.at("transfer"))
-        sent = super().send_checkpoint_weights(*args, **kwargs)
-        self.at("commit")
-        return sent
-
-    def finalize_checkpoint_engine(self, leave: bool = False, group: str | None = None) -> None:
-        self.at("finalize")
-        super().finalize_checkpoint_engine(leave, group)
-
-
-class FaultyRolloutBase(Faulty, RolloutBase):
-    def start_checkpoint(self, key: str, op: str, request: dict[str, Any], wait_s: float = 0.0) -> Any:
-        self.at({"prepare": "prepare", "connect": "init", "leave": "finalize"}.get(op, "nowhere"))
-        if op == "receive" and self.fault[0] == "transfer":
-            at_launch(2, lambda: self.at("transfer"))
-        if op == "receive" and self.fault[0] == "commit":
-            self.break_commit()
-        return super().start_checkpoint(key, op, request, wait_s)
-
-    def break_commit(self) -> None:
-        from twinkle_ray.serving import Serving
-
-        settle = Serving._settle
-
-        async def failing(*args: Any) -> None:
-            Serving._settle = settle  # type: ignore[method-assign]
-            self.at("commit")
-            await settle(*args)
-
-        Serving._settle = failing  # type: ignore[method-assign]
 
 
 FaultyTrainer = ray.remote(num_cpus=0.1)(FaultyTrainerBase)
@@ -177,10 +111,6 @@ def heal(actors: Any, manager: Any, who: str, how: str, trainer: Any, rollouts: 
         rollouts = [rollouts[0], actors(FaultyRollout, 7)]
         manager.add_rollout(rollouts[1])
     return trainer, rollouts
-
-
-def forget_faults(actor: Any) -> None:
-    actor.fault = ("", "")
 
 
 def resident(actor: Any) -> int:

@@ -1,17 +1,20 @@
 """The store, its addresses and the door."""
 
+import gc
 import os
 import socket
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore
 
+from twinkle_ray.backends.bounded import bounded
 from twinkle_ray.backends.rendezvous import Meeting, address_towards, join_store, meet, unique_group_name
-from twinkle_ray.errors import ConfigError, PeerLost, SyncTimeout
+from twinkle_ray.errors import ConfigError, PeerLost, SyncAborted, SyncTimeout
 from twinkle_ray.types import Deadline, Rendezvous
 
 
@@ -107,6 +110,38 @@ def test_ranks_that_do_not_come_are_named_by_all_who_did():
         assert error.actors == ("rank 3", "rank 4")
         assert error.phase == "connect"
         assert str(error) == "ranks 3, 4 of 5 did not come within 0.7 s"
+
+
+def test_a_rank_that_is_given_up_at_the_door_waits_there_no_longer():
+    began = time.monotonic()
+    with Meeting.open("g", "TWINKLE_GLOO") as meeting, pytest.raises(SyncAborted):
+        meet(PrefixStore("g", meeting.store), 0, 2, Deadline.after(30), lambda: time.monotonic() > began + 0.2)
+    assert time.monotonic() - began < 5
+
+
+def test_a_call_that_was_left_behind_keeps_nothing_alive_by_its_error():
+    class Held:
+        pass
+
+    enter, names = threading.Event(), []
+
+    def call() -> None:
+        held = Held()
+        names.append(weakref.ref(held))
+        enter.wait(10)
+        raise OSError
+
+    gc.disable()
+    try:
+        with pytest.raises(SyncTimeout):
+            bounded(call, Deadline.after(0.1), "a call")
+        enter.set()
+        until = time.monotonic() + 5
+        while names[0]() is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert names[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_one_rank_missing_is_named_in_the_singular():

@@ -102,6 +102,14 @@ def test_a_dead_actor_is_named_before_those_who_missed_it() -> None:
     assert caught.value.actors == ("rollout[1]",)
 
 
+def test_for_one_that_is_late_when_all_others_are_done_nobody_waits_any_longer() -> None:
+    start = time.monotonic()
+    with pytest.raises(SyncTimeout) as caught:
+        transfer(0.2).run({"rollout[0]": Call(ref=answer({})), "rollout[1]": Call(ref=answer(...))})
+    assert caught.value.actors == ("rollout[1]",)
+    assert time.monotonic() - start < 0.2 + 2.0  # of which the driver takes 0.5 s before it says so, and 0.3 s after
+
+
 def test_rank_1_is_not_found_in_rank_12() -> None:
     lost = PeerLost("rank 1 is gone, said rank 12", actors=("rank 1",))
     with pytest.raises(PeerLost, match=r"rollout\[0\] is gone, said rank 12"):

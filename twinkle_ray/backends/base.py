@@ -143,7 +143,7 @@ class SyncGroup(BaseGroup):
         store = PrefixStore(
             self._group_name, self._meeting.store if self._meeting else join_store(rendezvous, deadline)
         )
-        meet(store, self._rank, self._world_size, deadline)
+        meet(store, self._rank, self._world_size, deadline, self._failed.is_set)
         if self._meeting:
             lifeline = Lifeline.listen(self._meeting.take_watch(), self._group_name, self._world_size, self._on_failure)
         else:

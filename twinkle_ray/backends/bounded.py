@@ -8,6 +8,7 @@ joined, and whatever the call yields later is handed to ``discard``.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
@@ -51,7 +52,12 @@ def bounded(
         try:
             result = call()
         except BaseException as error:
-            future.set_exception(error)
+            with lock:
+                late = left_behind
+                if not late:
+                    future.set_exception(error)
+            if late:  # nobody will see it, and its frames hold sockets until the garbage collector comes by
+                traceback.clear_frames(error.__traceback__)
             return
         with lock:
             late = left_behind

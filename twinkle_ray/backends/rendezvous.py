@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import TracebackType
 
@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistNetworkError
 
 from twinkle_ray.backends.bounded import bounded
-from twinkle_ray.errors import ConfigError, PeerLost, SyncTimeout
+from twinkle_ray.errors import ConfigError, PeerLost, SyncAborted, SyncTimeout
 from twinkle_ray.types import Deadline, Rendezvous
 
 _STORE_TIMEOUT = timedelta(seconds=30)
@@ -150,7 +150,9 @@ def join_store(rendezvous: Rendezvous, deadline: Deadline) -> TCPStore:
     return bounded(construct, deadline, f"joining the store of rank 0 at {where}")
 
 
-def meet(store: Store, rank: int, world_size: int, deadline: Deadline) -> None:
+def meet(
+    store: Store, rank: int, world_size: int, deadline: Deadline, given_up: Callable[[], bool] = lambda: False
+) -> None:
     """The door: announce this rank, then wait until all have come. Past it, nobody waits for an absent member.
 
     Args:
@@ -158,8 +160,10 @@ def meet(store: Store, rank: int, world_size: int, deadline: Deadline) -> None:
         rank: of this process.
         world_size: how many are expected.
         deadline: until when. The first to time out tells the others, so that all name the same ranks.
+        given_up: asked in between whether nobody wants this any more.
 
     Raises:
+        SyncAborted: it was given up.
         ConfigError: this rank was announced by another process too, or another rank expects another world size.
         SyncTimeout: not all came; the message and ``actors`` name those that did not.
         PeerLost: rank 0 closed the store.
@@ -172,15 +176,17 @@ def meet(store: Store, rank: int, world_size: int, deadline: Deadline) -> None:
             raise ConfigError(f"rank {rank} was told of a world of {world_size}, another rank of {expected!r:.40}")
         if store.add(f"door/{rank}", 1) > 1:
             raise ConfigError(f"two processes came as rank {rank}; every member needs a rank of its own")
-        _wait_for_all(store, world_size, deadline)
+        _wait_for_all(store, world_size, deadline, given_up)
     except DistNetworkError:
         raise PeerLost("rank 0 closed the group's store", phase="connect", actors=("rank 0",)) from None
 
 
-def _wait_for_all(store: Store, world_size: int, deadline: Deadline) -> None:
+def _wait_for_all(store: Store, world_size: int, deadline: Deadline, given_up: Callable[[], bool]) -> None:
     keys = [f"door/{rank}" for rank in range(world_size)]
     pause = 0.001
     while not store.check(keys):
+        if given_up():
+            raise SyncAborted("the group was given up before all had come", phase="connect")
         if store.check(["door/missing"]):
             raise _absent(_ranks(store.get("door/missing"), world_size), world_size, deadline)
         if deadline.expired:
