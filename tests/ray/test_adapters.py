@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors import Probed, Rollout, TinyLM, Trainer, at_launch, die, digests, group_class, no_power
+from tests.actors import Probed, Rollout, TinyLM, Trainer, at_launch, die, digests, group_class, no_power, placed
 from tests.ray.test_lora import Adapted, AdaptedTrainer, get
 from twinkle_ray import (
     CheckpointEngineManager,
@@ -350,7 +350,7 @@ class TestWhatIsHeldIsAsked:
         manager = CheckpointEngineManager([trainer], [rollout], timeout_s=60)
         for _ in range(2):
             manager.sync_weights(False)
-        get(rollout.call.remote(lambda one: setattr(one, "model", TinyLM(8))))
+        get(rollout.call.remote(lambda one: setattr(one, "model", placed(TinyLM(8)))))
         assert manager.sync_weights(False).base == "plain"
         right(trainer, [rollout], merge=False)
 
