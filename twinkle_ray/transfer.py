@@ -86,7 +86,7 @@ def send(
     at_once = (
         tensors.take if isinstance(tensors, TensorStream) and device and device.type == group.device_type else None
     )
-    tensor = torch.empty(0)
+    tensor = flat = nothing = torch.empty(0)
     staged = False
     at = -1
     for index, takes in enumerate(plan.takes):
@@ -101,6 +101,7 @@ def send(
                 at += len(views)
             for wanted, start, stop, sizes in () if views else takes:
                 while at < wanted:
+                    tensor = flat = nothing  # what is gathered now must not stand beside the one before it
                     tensor = next(tensors)
                     at += 1
                     staged = getattr(tensors, "staged", True)
