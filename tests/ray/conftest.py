@@ -74,6 +74,8 @@ def reused(pool: dict[Any, list[Any]], stage: Stage) -> Iterator[Any]:
             actor = idle.pop()
             ray.get(actor.call.remote(lambda one: one.__init__(*args, **kwargs)), timeout=60)
         else:
+            for device in stage.options.get("resources", {}):
+                make_room(pool, device)
             actor = stage(kind, *args, **kwargs)
         made.append((kind, actor))
         return actor
@@ -86,6 +88,14 @@ def reused(pool: dict[Any, list[Any]], stage: Stage) -> Iterator[Any]:
         except ray.exceptions.RayError:
             continue
         pool[kind, stage.mode].append(actor)
+
+
+def make_room(pool: dict[Any, list[Any]], device: str) -> None:
+    """Let idle actors go if they hold all devices of this kind."""
+    if ray.available_resources().get(device, 0) < 1:
+        for idle in pool.values():
+            while idle:
+                ray.kill(idle.pop())
 
 
 @pytest.fixture

@@ -198,6 +198,23 @@ class HcclGroup(StreamGroup):
         index = device.index if device.index is not None else torch.npu.current_device()
         return f"{socket.gethostname()}/npu/{physical_id(index)}"
 
+    @classmethod
+    def wait_for(cls, device: torch.device) -> None:
+        """See the base class. While a collective that was given up is on the NPU this waits for the default and the
+        current stream only: a wait for the whole device would last as long as that. So does it later, if the device
+        refuses such a wait because of the stream that HCCL has broken when it ended that collective."""
+        npu: Any = torch.npu  # type: ignore[attr-defined]
+        with npu.device(device):
+            if not burials():
+                try:
+                    npu.synchronize()
+                    return
+                except RuntimeError:
+                    if not _ended_by_force.is_set():
+                        raise
+            npu.default_stream().synchronize()
+            npu.current_stream().synchronize()
+
     def _build(self, store: Store, rendezvous: Rendezvous, deadline: Deadline) -> None:
         assert self.device is not None
         hccl = library()
@@ -309,21 +326,6 @@ class HcclGroup(StreamGroup):
     def _stream_broke(self, error: Exception) -> TwinkleRayError:
         _ended_by_force.set()
         return self._broken(RuntimeError(f"the NPU ended a collective, as after HCCL_EXEC_TIMEOUT: {error}"))
-
-    def fence(self) -> None:
-        """See the base class. While a collective that was given up is on the NPU this waits for the default and the
-        current stream only: a wait for the whole device would last as long as that. So does it later, if the device
-        refuses such a wait because of the stream that HCCL has broken when it ended that collective."""
-        with self._here():
-            if not burials():
-                try:
-                    self._runtime.synchronize()
-                    return
-                except RuntimeError:
-                    if not _ended_by_force.is_set():
-                        raise
-            self._runtime.default_stream().synchronize()
-            self._runtime.current_stream().synchronize()
 
     def _is_peers_fault(self, error: Exception) -> bool | None:
         return error.code in _OTHERS_FAULT if isinstance(error, HcclError) else None

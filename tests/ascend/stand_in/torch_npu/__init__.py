@@ -427,8 +427,13 @@ def _on_aliases(operation, *arguments, **named):
 
     # A view of a tensor that was made outside of inference mode is none that was made inside.
     inference = any(_is_npu(value) and value.is_inference() for value in (*arguments, *named.values()))
+    taken = operation._schema.arguments
+    arguments = [
+        torch.tensor(value) if isinstance(value, int | float) and str(one.type) == "Tensor" else value
+        for one, value in zip(taken, arguments, strict=False)  # a number where a tensor may stand comes as a number
+    ]
     with torch.inference_mode(inference):
-        return up(operation(*down(arguments), **{key: down(value) for key, value in named.items()}))
+        return up(operation(*map(down, arguments), **{key: down(value) for key, value in named.items()}))
 
 
 _aten, _all = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
