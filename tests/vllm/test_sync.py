@@ -476,6 +476,22 @@ class TestAsync(Follows, InFlight, Fails, BadInput):
         held = {name: digest for name, (_, digest) in status.result.items()}
         assert held == bench.digests(2)
 
+    @pytest.mark.parametrize("count", [pytest.param(2000, marks=pytest.mark.soak), 200])
+    def test_a09_queued_requests_do_not_starve_a_sync(self, bench: Bench, count: int) -> None:
+        old = bench.sync(1).version
+        bench.load(2)
+        (rollout,) = bench.rollouts
+        asked = [number % len(models.PROMPTS) for number in range(count)]
+        refs = [rollout.generate.remote([models.PROMPTS[prompt]], 4) for prompt in asked]
+        start = time.monotonic()
+        bench.manager.sync_weights()
+        assert time.monotonic() - start < 20
+        whole = {old: bench.expected["1"], old + 1: bench.expected["2"]}
+        for prompt, (answer,) in zip(asked, get(refs, 120), strict=True):
+            assert answer.version is not None
+            assert answer.tokens == whole[answer.version][prompt][:4]
+        assert bench.holds(2)
+
     def test_a_digest_on_the_event_loop_is_refused_with_the_way_that_works(self, bench: Bench) -> None:
         with pytest.raises(UnsupportedActor, match=r"event loop.*manager\.verify\(\)"):
             get(bench.rollouts[0].weights_digest.remote())
