@@ -30,7 +30,7 @@ import torch
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.digest import bytes_view
 from twinkle_ray.endpoint import Operation
-from twinkle_ray.errors import ManifestMismatch, NotAgreed
+from twinkle_ray.errors import ManifestMismatch, NotAgreed, SyncTimeout
 from twinkle_ray.landing import Step
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.plan import Chunk, plan_chunks
@@ -247,10 +247,19 @@ class _Flight:
         self.chunks.append(_Launched(views, frees))
 
     def land(self, *, counted: bool = True) -> None:
-        """Wait for the oldest one and let it go."""
-        self._group.settle(self._operation.deadline, len(self.chunks) - 1)
+        """Wait for the oldest one and let it go.
+
+        Raises:
+            SyncTimeout, ManifestMismatch: it did not come, or another one came; says which one was due.
+        """
+        operation = self._operation
+        try:
+            self._group.settle(operation.deadline, len(self.chunks) - 1)
+        except (ManifestMismatch, SyncTimeout) as error:
+            error.args = (f"{error.message} (chunk {operation.step + 1} of {operation.steps})",)
+            raise
         self.staged -= self.chunks.popleft().frees
-        self._operation.step += counted
+        operation.step += counted
 
 
 def _plan(manifest: Manifest, bucket_size: int) -> _Plan:

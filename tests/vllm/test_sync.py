@@ -516,6 +516,20 @@ class TestTensorParallel(Follows, Fails):
         assert replica.direct_bytes >= replica.nbytes - columns
         assert bench.holds(3)
 
+    @pytest.mark.soak
+    def test_a33_two_replicas_of_two_workers_in_either_order(self, bench: Bench, start: Make) -> None:
+        second = start(Rollout, bench.checkpoint(0), tensor_parallel_size=2, distributed_executor_backend="mp")
+        assert get(second.checkpoint_status.remote(), 120).workers == 2
+        rollouts = [*bench.rollouts, second]
+        for seed, listed in enumerate((rollouts, rollouts[::-1]), 1):
+            made = Bench(bench.root, bench.kind, bench.trainer, listed)
+            with made.manager:
+                report = made.sync(seed)
+                assert [replica.tensors for replica in report.replicas] == [report.tensors] * 2
+                assert made.holds(seed)
+                assert made.manager.verify().compared == 2 * report.tensors
+        ray.kill(second)
+
 
 class TestOtherModels:
     """``LLM`` in an actor with one thread: tied embeddings, and experts, which the CPU build lays out anew."""
