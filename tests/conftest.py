@@ -49,6 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
     Path(os.environ["VLLM_CACHE_ROOT"]).mkdir(parents=True, exist_ok=True)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On another device tests that are marked ``cpu`` are skipped, and pytest prints their reasons."""
+    device = config.getoption("--device")
+    for item in items:
+        if device != "cpu" and (mark := item.get_closest_marker("cpu")) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"not on {device}: {mark.args[0]}"))
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The checkout."""
@@ -57,7 +65,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[str]:
-    """A local Ray with eight logical CPUs and eight logical NPUs, started once; the value is its address.
+    """A local Ray with eight logical CPUs and 16 logical NPUs, started once; the value is its address.
 
     Actors outlive a test that forgets them, so tests kill what they start.
     """
@@ -69,7 +77,7 @@ def ray_cluster() -> Iterator[str]:
         ray.init(
             num_cpus=8,
             num_gpus=0,
-            resources={"NPU": 8},
+            resources={"NPU": 16},
             include_dashboard=False,
             namespace=f"test-{uuid.uuid4().hex[:8]}",
             logging_level=logging.WARNING,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from twinkle_ray.adapter import Adapter
+from twinkle_ray.backends import wait_for
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.digest import tensor_sha256
 from twinkle_ray.endpoint import Endpoint, Operation
@@ -390,7 +391,5 @@ def _closing(streams: list[TensorStream]) -> Iterator[None]:
 def _fence(device: torch.device, group: SyncGroup) -> None:
     if device.type == group.device_type:
         group.fence()
-        return
-    module = getattr(torch, device.type, None)
-    if device.type != "cpu" and module is not None:
-        module.synchronize(device)
+    else:
+        wait_for(device)

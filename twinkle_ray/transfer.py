@@ -30,7 +30,7 @@ import torch
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.digest import bytes_view
 from twinkle_ray.endpoint import Operation
-from twinkle_ray.errors import ManifestMismatch, NotAgreed
+from twinkle_ray.errors import ManifestMismatch, NotAgreed, SyncTimeout
 from twinkle_ray.landing import Step
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.plan import Chunk, plan_chunks
@@ -86,7 +86,7 @@ def send(
     at_once = (
         tensors.take if isinstance(tensors, TensorStream) and device and device.type == group.device_type else None
     )
-    tensor = torch.empty(0)
+    tensor = flat = nothing = torch.empty(0)
     staged = False
     at = -1
     for index, takes in enumerate(plan.takes):
@@ -101,6 +101,7 @@ def send(
                 at += len(views)
             for wanted, start, stop, sizes in () if views else takes:
                 while at < wanted:
+                    tensor = flat = nothing  # what is gathered now must not stand beside the one before it
                     tensor = next(tensors)
                     at += 1
                     staged = getattr(tensors, "staged", True)
@@ -246,10 +247,19 @@ class _Flight:
         self.chunks.append(_Launched(views, frees))
 
     def land(self, *, counted: bool = True) -> None:
-        """Wait for the oldest one and let it go."""
-        self._group.settle(self._operation.deadline, len(self.chunks) - 1)
+        """Wait for the oldest one and let it go.
+
+        Raises:
+            SyncTimeout, ManifestMismatch: it did not come, or another one came; says which one was due.
+        """
+        operation = self._operation
+        try:
+            self._group.settle(operation.deadline, len(self.chunks) - 1)
+        except (ManifestMismatch, SyncTimeout) as error:
+            error.args = (f"{error.message} (chunk {operation.step + 1} of {operation.steps})",)
+            raise
         self.staged -= self.chunks.popleft().frees
-        self._operation.step += counted
+        operation.step += counted
 
 
 def _plan(manifest: Manifest, bucket_size: int) -> _Plan:

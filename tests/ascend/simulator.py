@@ -38,6 +38,7 @@ def environment(library: Path) -> dict[str, str]:
     paths = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "FAKE_CANN": str(library),
+        "FAKE_NPU_COUNT": "16",
         "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
         "PYTHONPATH": os.pathsep.join(paths),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",

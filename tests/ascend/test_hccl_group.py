@@ -428,6 +428,7 @@ def given_up_by_the_device(seat: Seat) -> Any:
     sound = 0
     for n in range(33):  # as many as there are streams in the pool
         new: Any = seat.group()
+        new.fence()  # which the broken stream must not make fail for ever
         sound += exchange(new, MIXED[:4], seed=n) and not (seat.rank and new._stream == broken)
         leave(new)
     return type(error), str(error), sound, buried()

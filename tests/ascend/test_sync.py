@@ -1,17 +1,22 @@
-"""Syncs between Ray actors on simulated NPUs. Most are tests of ``tests/ray``; ``--device npu`` runs all of those."""
+"""Syncs between Ray actors on simulated NPUs. Most are tests of ``tests/ray``: a handful here, and all of them, as
+``pytest tests/ray --device npu`` runs them, among the soak tests."""
 
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.actors import Rollout, Trainer, TrainerBase
-from tests.ray import test_adapters, test_lora, test_sync
+from tests.actors import Rollout, Trainer, TrainerBase, placed
+from tests.ray import test_adapters, test_lora, test_membership, test_sync
 from tests.ray.test_sync import get
 from twinkle_ray import CheckpointEngineManager
 
@@ -33,10 +38,81 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
             partial(test_sync.test_an_actor_killed_in_mid_transfer_is_named_and_the_others_go_on, victim="rollout"),
             id="killed rollout",
         ),
+        *(
+            pytest.param(partial(test_adapters.test_each_kind_of_adapter, kind=kind), id=kind)
+            for kind in ("dora", "pissa", "olora")
+        ),
+        pytest.param(
+            partial(test_adapters.TestFailures().test_in_the_middle_of_the_adapter_the_old_one_stays, at=3),
+            id="adapter in part",
+        ),
+        pytest.param(
+            partial(test_membership.test_a_rollout_that_dies, policy="error", when="in the middle of one", caplog=None),
+            id="dead rollout is removed",
+        ),
+        pytest.param(test_sync.test_a_rollout_that_holds_another_module_by_now_is_agreed_with_anew, id="refused"),
     ],
 )
 def test_what_holds_on_a_cpu_holds_on_an_npu(actors: Any, shared: Callable[[Any], None]) -> None:
     shared(actors)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3700)
+def test_all_of_tests_ray(root: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests/ray",
+            "--device",
+            "npu",
+            "-m",
+            "not soak",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+        ],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    print(done.stdout[-3000:])  # what was skipped, and why
+
+
+def test_after_hccl_has_broken_a_stream_the_process_syncs_on(actors: Any) -> None:
+    """A rollout refuses what its trainer has launched already; the device ends that by force, later."""
+    trainer, rollout = actors(Trainer, 1), actors(Rollout, 5)
+    with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
+        manager.sync_weights()
+        get(trainer.call.remote(partial(impatient, milliseconds="300")))
+        get(rollout.call.remote(lambda one: setattr(one, "model", placed(type(one.model)(7)))))
+        assert "refused" in manager.sync_weights().phases
+        get(trainer.call.remote(partial(impatient, milliseconds="8000")))
+        deadline = time.monotonic() + 20
+        while get(trainer.call.remote(buried)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        for step in range(2):
+            get(trainer.step.remote(step))
+            manager.sync_weights()
+            assert get(rollout.digests.remote()) == get(trainer.digests.remote())
+
+
+def impatient(actor: TrainerBase, milliseconds: str) -> None:
+    from tests.ascend.simulator import knob
+
+    knob("FAKE_HCCL_EXEC_MS", milliseconds)
+
+
+def buried(actor: TrainerBase) -> int:
+    from twinkle_ray.backends.hccl import burials
+
+    return burials()
 
 
 def join_default_group(actor: TrainerBase, rank: int, port: int) -> None:

@@ -18,25 +18,31 @@ class Stage:
 
     Attributes:
         mode: of a sync between such actors.
+        options: of such an actor, plain data.
     """
 
     def __init__(self, mode: str, **options: Any) -> None:
         self.mode = mode
         self.made: list[Any] = []
-        self._options = options
+        self.options = options
 
     def __call__(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
-        self.made.append(kind.options(**self._options).remote(*args, **kwargs))
+        self.made.append(kind.options(**self.options).remote(*args, **kwargs))
         return self.made[-1]
+
+
+def stage_on(device: str, request: pytest.FixtureRequest) -> Stage:
+    """A :class:`Stage` for actors whose models are on this device."""
+    if device == "cpu":
+        return Stage("gloo")
+    root, library = request.getfixturevalue("root"), request.getfixturevalue("library")
+    return Stage("hccl", resources={"NPU": 1}, runtime_env=npu_runtime_env(root, library))
 
 
 @pytest.fixture
 def stage(ray_cluster: str, device: str, request: pytest.FixtureRequest) -> Stage:
     """For actors whose models are on ``device``."""
-    if device == "cpu":
-        return Stage("gloo")
-    root, library = request.getfixturevalue("root"), request.getfixturevalue("library")
-    return Stage("hccl", resources={"NPU": 1}, runtime_env=npu_runtime_env(root, library))
+    return stage_on(device, request)
 
 
 @pytest.fixture
@@ -68,6 +74,8 @@ def reused(pool: dict[Any, list[Any]], stage: Stage) -> Iterator[Any]:
             actor = idle.pop()
             ray.get(actor.call.remote(lambda one: one.__init__(*args, **kwargs)), timeout=60)
         else:
+            for device in stage.options.get("resources", {}):
+                make_room(pool, device)
             actor = stage(kind, *args, **kwargs)
         made.append((kind, actor))
         return actor
@@ -80,6 +88,14 @@ def reused(pool: dict[Any, list[Any]], stage: Stage) -> Iterator[Any]:
         except ray.exceptions.RayError:
             continue
         pool[kind, stage.mode].append(actor)
+
+
+def make_room(pool: dict[Any, list[Any]], device: str) -> None:
+    """Let idle actors go if they hold all devices of this kind."""
+    if ray.available_resources().get(device, 0) < 1:
+        for idle in pool.values():
+            while idle:
+                ray.kill(idle.pop())
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import ray
 from tests.actors import Rollout, Trainer
 from twinkle_ray import CheckpointEngineManager
 
-address, seed = sys.argv[1], int(sys.argv[2])
+address, seed, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-trainer, rollout = Trainer.remote(seed), Rollout.remote(seed + 100)
+trainer, rollout = Trainer.options(**options).remote(seed), Rollout.options(**options).remote(seed + 100)
 with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
     for step in range(10):
         ray.get(trainer.step.remote(seed * 1000 + step), timeout=30)

@@ -11,7 +11,8 @@ import pytest
 import ray
 import torch
 
-from tests.actors import Probed, Rollout, TinyLM, Trainer, at_launch, die, digests, group_class, no_power
+from tests.actors import Probed, Rollout, TinyLM, Trainer, at_launch, die, digests, group_class, no_power, placed
+from tests.ray.conftest import stage_on
 from tests.ray.test_lora import Adapted, AdaptedTrainer, get
 from twinkle_ray import (
     CheckpointEngineManager,
@@ -201,8 +202,9 @@ def test_only_the_adapters_bytes_move(actors: Any, bucket_size: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared(ray_cluster: str) -> Any:
-    trainer, rollout = Tenants.remote(), Rollout.remote(5)
+def shared(ray_cluster: str, request: pytest.FixtureRequest) -> Any:
+    stage = stage_on(str(request.config.getoption("--device")), request)
+    trainer, rollout = stage(Tenants), stage(Rollout, 5)
     with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
         manager.sync_weights(False)
         yield trainer, rollout, manager
@@ -350,7 +352,7 @@ class TestWhatIsHeldIsAsked:
         manager = CheckpointEngineManager([trainer], [rollout], timeout_s=60)
         for _ in range(2):
             manager.sync_weights(False)
-        get(rollout.call.remote(lambda one: setattr(one, "model", TinyLM(8))))
+        get(rollout.call.remote(lambda one: setattr(one, "model", placed(TinyLM(8)))))
         assert manager.sync_weights(False).base == "plain"
         right(trainer, [rollout], merge=False)
 

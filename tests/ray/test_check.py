@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.actors import Rollout, TinyLM, Trainer
+from tests.actors import Rollout, TinyLM, Trainer, placed
 from tests.ray.test_lora import Adapted, get
 from twinkle_ray import CheckpointEngineManager
 from twinkle_ray.checking import CheckFailed, compare
@@ -25,7 +25,7 @@ def test_what_fits_is_said_and_nothing_is_changed(actors: Any) -> None:
     manager = CheckpointEngineManager([trainer], rollouts, timeout_s=30)
     for how in ({}, {"merge_and_sync": False}, {"adapter": "default"}):
         report = manager.check(**how)
-        assert report.mode == "gloo"
+        assert report.mode == actors.mode
         assert report.nbytes == sum(t.nbytes for t in TinyLM(0).state_dict().values())
         assert report.warnings == ()
         assert report.members.keys() == {"trainer[0]", "rollout[0]", "rollout[1]"}
@@ -40,7 +40,7 @@ def test_what_fits_is_said_and_nothing_is_changed(actors: Any) -> None:
 def test_all_that_is_wrong_is_said_at_once(actors: Any) -> None:
     trainers = [actors(Trainer, 1), actors(Trainer, 1, width=8)]
     rollouts = [actors(Rollout, 5, dtype=torch.bfloat16, width=8), actors(Rollout, 6), actors(Rollout, 7)]
-    get(rollouts[1].call.remote(lambda one: setattr(one.model, "more", torch.nn.Linear(2, 2))))
+    get(rollouts[1].call.remote(lambda one: setattr(one.model, "more", placed(torch.nn.Linear(2, 2)))))
     get(rollouts[2].call.remote(lambda one: delattr(one, "model")))
     manager = CheckpointEngineManager(trainers, rollouts, timeout_s=30)
     with pytest.raises(CheckFailed) as caught:

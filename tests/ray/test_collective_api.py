@@ -13,6 +13,8 @@ from twinkle_ray.backends import Meeting, create_group, destroy_group, register,
 from twinkle_ray.errors import ConfigError, ManifestMismatch
 from twinkle_ray.types import Deadline
 
+pytestmark = pytest.mark.cpu("tests/ascend/test_collective_api.py has the same tests on NPUs")
+
 WORLD = 3
 
 

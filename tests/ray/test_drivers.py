@@ -21,11 +21,11 @@ from twinkle_ray import CheckpointEngineManager
 from twinkle_ray.checkpoint_engine import GlooCheckpointEngine
 
 
-def test_two_drivers_on_one_cluster_do_not_cross(ray_cluster: str, root: Path) -> None:
+def test_two_drivers_on_one_cluster_do_not_cross(ray_cluster: str, root: Path, stage: Any) -> None:
     env = {**os.environ, "PYTHONPATH": str(root)}
     drivers = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.ray.second_driver", ray_cluster, str(seed)],
+            [sys.executable, "-m", "tests.ray.second_driver", ray_cluster, str(seed), json.dumps(stage.options)],
             cwd=root,
             env=env,
             stdout=subprocess.PIPE,
@@ -44,11 +44,11 @@ def test_two_drivers_on_one_cluster_do_not_cross(ray_cluster: str, root: Path) -
 
 @pytest.mark.parametrize("when", ["idle", "in the middle of a sync"])
 def test_a_driver_that_is_killed_leaves_rollouts_that_the_next_one_can_use(
-    ray_cluster: str, root: Path, when: str
+    ray_cluster: str, root: Path, stage: Any, when: str
 ) -> None:
     names = [f"{kind}-{uuid.uuid4().hex[:8]}" for kind in ("trainer", "rollout")]
-    trainer = Trainer.options(name=names[0]).remote(1)
-    rollout = ray.remote(num_cpus=0.1)(SlowRolloutBase).options(name=names[1]).remote(5)
+    trainer = Trainer.options(name=names[0], **stage.options).remote(1)
+    rollout = ray.remote(num_cpus=0.1)(SlowRolloutBase).options(name=names[1], **stage.options).remote(5)
     pid = ray.get(rollout.pid.remote(), timeout=60)
     namespace = ray.get_runtime_context().namespace
     driver = subprocess.Popen(
@@ -143,8 +143,8 @@ def seeds_sync(trainers: list[Any], rollouts: list[Any], merge: bool = True) -> 
     get([a.finalize_checkpoint_engine.remote() for a in (*trainers, *rollouts)])
 
 
-def test_the_seeds_own_driver_works_with_our_mixins(ray_cluster: str) -> None:
-    trainers, rollouts = [Trainer.remote(1), Trainer.remote(1)], [Rollout.remote(2), Rollout.remote(3)]
+def test_the_seeds_own_driver_works_with_our_mixins(stage: Any) -> None:
+    trainers, rollouts = [stage(Trainer, 1) for _ in range(2)], [stage(Rollout, seed) for seed in (2, 3)]
     groups = set()
     for step in range(3):
         seeds_sync(trainers, rollouts)
@@ -161,7 +161,7 @@ def test_the_seeds_own_driver_works_with_our_mixins(ray_cluster: str) -> None:
         ray.get(lost, timeout=10)
     while ray.get(trainers[0].checkpoint_status.remote(), timeout=10).group:
         time.sleep(0.05)  # until the lifeline has told the others
-    fresh = [rollouts[0], Rollout.remote(4)]
+    fresh = [rollouts[0], stage(Rollout, 4)]
     seeds_sync(trainers, fresh)
     held = ray.get([a.digests.remote() for a in (trainers[0], *fresh)], timeout=30)
     assert held[1] == held[2] == held[0]

@@ -13,7 +13,10 @@ from tests.payload import facts, payload
 from twinkle_ray import ConfigError, PeerLost, SyncAborted, SyncError, SyncTimeout
 from twinkle_ray.checkpoint_engine import CheckpointEngine, GlooCheckpointEngine
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.cpu("tests/ascend/test_engine.py drives the engine of NPUs"),
+]
 ENDS = (SyncError, ray.exceptions.RayError)
 
 

@@ -39,7 +39,7 @@ class AdaptedTrainer(TrainerBase):
                     parameter.add_(torch.randn(parameter.shape).to(parameter))
 
     def values(self) -> dict[str, tuple[int, torch.Tensor]]:
-        return {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in self.model.state_dict().items()}
+        return {name: (tensor.data_ptr(), tensor.cpu().clone()) for name, tensor in self.model.state_dict().items()}
 
     def merged(self) -> dict[str, str]:
         """In fp32, then one cast to the dtype of the base."""

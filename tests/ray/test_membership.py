@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors import Probed, Rollout, RolloutBase, TinyLM, Trainer, at_launch, die
+from tests.actors import Probed, Rollout, RolloutBase, TinyLM, Trainer, at_launch, die, placed
 from tests.ray.test_lora import Adapted, get
 from twinkle_ray import CheckpointEngineManager, ConfigError, ManifestMismatch, PeerLost, SyncError
 from twinkle_ray.types import Contents
@@ -77,7 +77,7 @@ def test_a_rollout_that_is_removed_keeps_what_it_has(actors: Any) -> None:
     status = get(rollouts[1].checkpoint_status.remote())
     assert (status.group, status.version, status.contents) == ("", 1, Contents.WHOLE)
     # An error names the one that it is about, though it is no more the one of that number in the list.
-    get(rollouts[2].call.remote(lambda one: setattr(one, "model", TinyLM(3, width=8))))
+    get(rollouts[2].call.remote(lambda one: setattr(one, "model", placed(TinyLM(3, width=8)))))
     with pytest.raises(ManifestMismatch, match=r"rollout\[2\]") as caught:
         manager.sync_weights()
     assert "rollout[1]" not in str(caught.value)
@@ -125,7 +125,7 @@ def test_other_trainers_send_from_then_on(actors: Any) -> None:
 
 
 def test_a_trainer_that_died_is_replaced(actors: Any) -> None:
-    rollout, old, new = actors(Rollout, 5), Trainer.remote(1), actors(Trainer, 2)
+    rollout, old, new = actors(Rollout, 5), actors(Trainer, 1), actors(Trainer, 2)
     manager = CheckpointEngineManager([old], [rollout], timeout_s=30)
     manager.sync_weights()
     kill(old)
@@ -139,7 +139,7 @@ def test_a_trainer_that_died_is_replaced(actors: Any) -> None:
 @pytest.mark.parametrize("when", ["between two syncs", "in the middle of one"])
 @pytest.mark.parametrize("policy", ["error", "drop"])
 def test_a_rollout_that_dies(actors: Any, policy: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
-    trainer, rollouts = actors(Trainer, 1), [actors(Rollout, 5), Rollout.remote(6), actors(Rollout, 7)]
+    trainer, rollouts = actors(Trainer, 1), [actors(Rollout, seed) for seed in (5, 6, 7)]
     manager = CheckpointEngineManager(
         [trainer], rollouts, timeout_s=30, on_dead_rollout=policy, bucket_size=1024 if "middle" in when else 1 << 20
     )
@@ -172,7 +172,7 @@ def die_while_loading(rollout: Probed) -> None:
 
 
 def test_the_last_rollout_is_not_dropped(actors: Any) -> None:
-    trainer, rollout = actors(Trainer, 1), Rollout.remote(5)
+    trainer, rollout = actors(Trainer, 1), actors(Rollout, 5)
     manager = CheckpointEngineManager([trainer], [rollout], timeout_s=30, on_dead_rollout="drop")
     manager.sync_weights()
     kill(rollout)
@@ -184,7 +184,7 @@ def test_the_last_rollout_is_not_dropped(actors: Any) -> None:
 
 
 def test_a_rollout_that_is_dead_cannot_join(actors: Any) -> None:
-    trainer, rollout, dead = actors(Trainer, 1), actors(Rollout, 5), Rollout.remote(6)
+    trainer, rollout, dead = actors(Trainer, 1), actors(Rollout, 5), actors(Rollout, 6)
     manager = CheckpointEngineManager([trainer], [rollout], timeout_s=30)
     kill(dead)
     with pytest.raises(PeerLost, match=r"rollout\[1\]"):
@@ -193,10 +193,10 @@ def test_a_rollout_that_is_dead_cannot_join(actors: Any) -> None:
     manager.sync_weights()
 
 
-def test_a_rollout_that_ray_starts_again_is_empty_until_a_sync_fills_it(actors: Any) -> None:
+def test_a_rollout_that_ray_starts_again_is_empty_until_a_sync_fills_it(actors: Any, stage: Any) -> None:
     """``max_restarts``: the process is another one, with the weights that its engine is made with."""
     trainer = actors(Trainer, 1)
-    rollout = ray.remote(num_cpus=0.1, max_restarts=1, max_task_retries=-1)(RolloutBase).remote(5)
+    rollout = stage(ray.remote(num_cpus=0.1, max_restarts=1, max_task_retries=-1)(RolloutBase), 5)
     try:
         manager = CheckpointEngineManager([trainer], [rollout], timeout_s=30)
         manager.sync_weights()

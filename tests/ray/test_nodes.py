@@ -9,6 +9,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.cpu("the two nodes that it makes have no NPUs")
+
 
 def test_a_node_that_is_lost(root: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="tw-", dir="/tmp", ignore_cleanup_errors=True) as folder:

@@ -14,7 +14,10 @@ import torch
 from tests.actors import RolloutBase, TrainerBase
 from twinkle_ray import CheckpointEngineManager, SyncError
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.cpu("the stand-in for torch's own hccl process group has no all_gather, which FSDP2 needs"),
+]
 
 
 class Uneven(torch.nn.Module):
@@ -251,3 +254,58 @@ def by_hand(trainers: list[Any], rollout: Any) -> None:
         for held, full in zip(halves(ray.get(rollout.held.remote(), timeout=30)), want, strict=True):
             assert held.keys() == full.keys()
             assert all(torch.equal(full[name], held[name]) for name in full)
+
+
+class LargeShards(ShardedTrainer):
+    """Twelve layers of 8 MB."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        super().__init__(rank, port, 3)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.model = torch.nn.ModuleList(torch.nn.Linear(1024, 2048, bias=False) for _ in range(12))
+        mesh = init_device_mesh("cpu", (2,))
+        for module in self.model:
+            fully_shard(module, mesh=mesh)
+
+    def send_checkpoint_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """The highest memory in use beside what was in use before."""
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")  # forget the highest so far
+        before = self.kib("VmRSS")
+        sent = super().send_checkpoint_weights(*args, **kwargs)
+        self.peak = (self.kib("VmHWM") - before) << 10
+        return sent
+
+    def kib(self, what: str) -> int:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return int(next(line for line in file if line.startswith(what)).split()[1])
+
+
+class LargeRollout(RolloutBase):
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.model = torch.nn.ModuleList(torch.nn.Linear(1024, 2048, bias=False) for _ in range(12))
+
+
+def test_a06_a_sharded_sync_takes_the_memory_of_two_buckets_and_the_largest_tensor(ray_cluster: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    # What is freed goes back at once, so that what is in use is what is seen.
+    kind = ray.remote(num_cpus=0.1)(LargeShards).options(runtime_env={"env_vars": {"MALLOC_MMAP_THRESHOLD_": "65536"}})
+    trainers = [kind.remote(rank, port) for rank in range(2)]
+    rollout = ray.remote(num_cpus=0.1)(LargeRollout).remote()
+    bucket, largest, whole = 2 << 20, 8 << 20, 96 << 20
+    try:
+        with CheckpointEngineManager(trainers, [rollout], bucket_size=bucket, timeout_s=60) as manager:
+            peaks = []
+            for _ in range(4):
+                assert manager.sync_weights().nbytes == whole
+                peaks.append(ray.get([t.call.remote(lambda one: one.peak) for t in trainers], timeout=30))
+    finally:
+        for actor in (*trainers, rollout):
+            ray.kill(actor)
+    for sends, gathers in peaks[1:]:
+        assert gathers <= 2 * largest + (2 << 20)  # torch gathers into one, by way of another one
+        assert sends <= gathers + 2 * bucket

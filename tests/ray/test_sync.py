@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors import Rollout, RolloutBase, Trainer, TrainerBase
+from tests.actors import Rollout, RolloutBase, Trainer, TrainerBase, placed
 from twinkle_ray import (
     CheckpointEngineManager,
     ConfigError,
@@ -155,7 +155,7 @@ def test_a_user_defined_source_and_target(actors: Any) -> None:
             return self.held
 
         def value(self) -> torch.Tensor:
-            return self.held.inner.big.detach()
+            return self.held.inner.big.detach().cpu()
 
     trainer, rollout = actors(Odd), actors(Elsewhere)
     with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
@@ -310,7 +310,7 @@ def test_a_changed_model_is_agreed_anew(actors: Any) -> None:
     trainer, rollout = actors(Trainer), actors(Rollout)
 
     def widen(actor: Any) -> None:
-        actor.model.big = torch.nn.Parameter(torch.randn(5, 7))
+        actor.model.big = torch.nn.Parameter(torch.randn(5, 7).to(actor.model.big.device))
 
     with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
         manager.sync_weights()
@@ -330,11 +330,11 @@ def renamed(actor: Any) -> None:
 
 
 def grown(actor: Any) -> None:
-    actor.model.blocks.append(torch.nn.Linear(3, 3))
+    actor.model.blocks.append(placed(torch.nn.Linear(3, 3)))
 
 
 def deepened(actor: Any) -> None:
-    actor.model.norm.add_module("more", torch.nn.Linear(3, 3))
+    actor.model.norm.add_module("more", placed(torch.nn.Linear(3, 3)))
 
 
 def reshaped(actor: Any) -> None:
@@ -390,7 +390,7 @@ def test_what_the_rollout_has_no_place_for_is_refused_and_it_holds_one_whole_ver
 
 def test_a_rollout_that_holds_another_module_by_now_is_agreed_with_anew(actors: Any) -> None:
     def replace(actor: Any) -> None:
-        actor.model = type(actor.model)(7)
+        actor.model = placed(type(actor.model)(7))
 
     trainer, rollout = actors(Trainer), actors(Rollout)
     with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
@@ -669,7 +669,15 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="in_flight is 'drop'"):
             manager.sync_weights(in_flight="drop")
 
-    @pytest.mark.parametrize(("mode", "needs"), [("nccl", "cuda device"), ("hccl", "npu device.* torch_npu with CANN")])
+    @pytest.mark.parametrize(
+        ("mode", "needs"),
+        [
+            ("nccl", "cuda device"),
+            pytest.param(
+                "hccl", "npu device.* torch_npu with CANN", marks=pytest.mark.cpu("hccl has its devices there")
+            ),
+        ],
+    )
     def test_a_transport_without_its_device(self, actors: Any, mode: str, needs: str) -> None:
         rollout = actors(Rollout)
         before = get(rollout.digests.remote())
@@ -708,6 +716,7 @@ class TestBadInput:
                 self.model.norm = torch.nn.LayerNorm(4)
                 self.model.table = torch.ones(8, dtype=torch.bool)
                 del self.model.lm_head
+                placed(self.model)
 
         trainer, rollout = actors(Other), actors(Rollout)
         before = get(rollout.digests.remote())
@@ -726,7 +735,7 @@ class TestBadInput:
             def named_weights(self) -> Any:
                 yield from self.model.state_dict().items()
                 for i in range(100):
-                    yield f"more.{i}", torch.ones(2)
+                    yield f"more.{i}", torch.ones_like(self.model.norm.bias)
 
         manager = CheckpointEngineManager([actors(Many)], [actors(Rollout)], timeout_s=30)
         with pytest.raises(ManifestMismatch, match="and 90 more") as caught:

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 
 from tests.actors import Rollout, Trainer
@@ -20,6 +21,9 @@ from twinkle_ray import CheckpointEngineManager, SyncError
 
 
 def main(folder: str) -> None:
+    # Ray writes the head's address into its usual folder, whether there is one or not.
+    os.environ["RAY_TMPDIR"] = folder
+    os.makedirs(get_default_ray_temp_dir(), exist_ok=True)
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 2, "resources": {"first": 10}, "temp_dir": folder, "include_dashboard": False},

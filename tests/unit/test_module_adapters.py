@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from tests.actors import TinyLM, digests
@@ -115,6 +116,20 @@ def test_one_that_cannot_be_put_in_leaves_nothing_behind(monkeypatch: pytest.Mon
     monkeypatch.setattr(peft, "set_peft_model_state_dict", fail)
     with pytest.raises(SyncError, match="could not put adapter 'one' into this rollout's module: MemoryError"):
         put(held, "one", trained(1))
+    assert not held.holds_any()
+    assert digests(module) == before
+
+
+def test_a19_a_directory_without_a_layer_of_its_own_configuration_is_refused(tmp_path: Path) -> None:
+    trained(1).save_pretrained(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "blocks.1.q" not in name}
+    assert len(kept) == len(tensors) - 2
+    safetensors.torch.save_file(kept, tmp_path / "adapter_model.safetensors")
+    module = TinyLM(0).eval()
+    held, before = ModuleAdapters(module), digests(module)
+    with pytest.raises(SyncError, match=r"nothing came for blocks\.1\.q\.lora_A"):
+        held.attach("one", str(tmp_path))
     assert not held.holds_any()
     assert digests(module) == before
 

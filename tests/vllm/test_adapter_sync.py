@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,11 +196,45 @@ class Serves:
         assert bench.generate() == answers
 
 
-class TestInProcess(Serves):
+class InFlight:
+    """Requests that run while the next version of their adapter comes."""
+
+    @pytest.mark.parametrize(("mode", "adapter"), [("wait", None), ("abort", "tenant")])
+    def test_a18_a_request_that_runs_meanwhile_is_of_one_version(
+        self, bench: Bench, mode: str, adapter: str | None
+    ) -> None:
+        bench.begin()
+        name, count = adapter or "default", 200
+        report = bench.manager.sync_weights(False)
+        if adapter is not None:
+            report = bench.manager.sync_weights(adapter=adapter)
+        undisturbed = get(bench.trainer.greedy_of.remote(name, models.PROMPTS, count))
+        running = bench.rollout.generate.remote(models.PROMPTS, count, adapter)
+        deadline = time.monotonic() + 20
+        while not (len(w := get(bench.rollout.written.remote())) == len(models.PROMPTS) and min(w) > 10):
+            assert time.monotonic() < deadline, w
+            time.sleep(0.02)
+        bench.step(name)
+
+        later = bench.manager.sync_weights(False, adapter=adapter, in_flight=mode)
+
+        answers: list[Answer] = get(running)
+        assert {answer.version for answer in answers} == {report.version} == {later.version - 1}
+        if mode == "wait":
+            assert tokens(answers) == undisturbed
+        else:
+            assert {answer.reason for answer in answers} == {"abort"}
+            for answer, whole in zip(answers, undisturbed, strict=True):
+                assert 10 < len(answer.tokens) < count
+                assert answer.tokens == whole[: len(answer.tokens)]
+        assert bench.generate(adapter) == bench.expected(name)
+
+
+class TestInProcess(Serves, InFlight):
     @pytest.fixture(scope="class")
     @classmethod
     def bench(cls, checkpoints: Path, trainer: Any, start: Make) -> Iterator[Bench]:
-        rollout = start(Rollout, checkpoints / "llama-0", **ARGUMENTS)
+        rollout = start(Rollout, checkpoints / "llama-0", options={"max_concurrency": 2}, **ARGUMENTS)
         with (made := Bench(checkpoints, trainer, rollout)).manager:
             yield made
 
@@ -252,7 +287,7 @@ class TestChildProcess(Serves):
             yield made
 
 
-class TestAsync(Serves):
+class TestAsync(Serves, InFlight):
     @pytest.fixture(scope="class")
     @classmethod
     def bench(cls, checkpoints: Path, trainer: Any, start: Make) -> Iterator[Bench]:

@@ -484,6 +484,22 @@ class TestAsync(Follows, InFlight, Fails, BadInput):
         held = {name: digest for name, (_, digest) in status.result.items()}
         assert held == bench.digests(2)
 
+    @pytest.mark.parametrize("count", [pytest.param(2000, marks=pytest.mark.soak), 200])
+    def test_a09_queued_requests_do_not_starve_a_sync(self, bench: Bench, count: int) -> None:
+        old = bench.sync(1).version
+        bench.load(2)
+        (rollout,) = bench.rollouts
+        asked = [number % len(models.PROMPTS) for number in range(count)]
+        refs = [rollout.generate.remote([models.PROMPTS[prompt]], 4) for prompt in asked]
+        start = time.monotonic()
+        bench.manager.sync_weights()
+        assert time.monotonic() - start < 20
+        whole = {old: bench.expected["1"], old + 1: bench.expected["2"]}
+        for prompt, (answer,) in zip(asked, get(refs, 120), strict=True):
+            assert answer.version is not None
+            assert answer.tokens == whole[answer.version][prompt][:4]
+        assert bench.holds(2)
+
     def test_a_digest_on_the_event_loop_is_refused_with_the_way_that_works(self, bench: Bench) -> None:
         with pytest.raises(UnsupportedActor, match=r"event loop.*manager\.verify\(\)"):
             get(bench.rollouts[0].weights_digest.remote())
@@ -507,6 +523,20 @@ class TestTensorParallel(Follows, Fails):
         assert replica.nbytes == sum(sizes.values())
         assert replica.direct_bytes >= replica.nbytes - columns
         assert bench.holds(3)
+
+    @pytest.mark.soak
+    def test_a33_two_replicas_of_two_workers_in_either_order(self, bench: Bench, start: Make) -> None:
+        second = start(Rollout, bench.checkpoint(0), tensor_parallel_size=2, distributed_executor_backend="mp")
+        assert get(second.checkpoint_status.remote(), 120).workers == 2
+        rollouts = [*bench.rollouts, second]
+        for seed, listed in enumerate((rollouts, rollouts[::-1]), 1):
+            made = Bench(bench.root, bench.kind, bench.trainer, listed)
+            with made.manager:
+                report = made.sync(seed)
+                assert [replica.tensors for replica in report.replicas] == [report.tensors] * 2
+                assert made.holds(seed)
+                assert made.manager.verify().compared == 2 * report.tensors
+        ray.kill(second)
 
 
 class TestOtherModels:

@@ -79,6 +79,12 @@ def identity(device: torch.device) -> str:
     return (SyncGroup if name is None else group_class(name)).identity(device)
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until all work that this process has put on a device has ended."""
+    name = _BY_DEVICE.get(device.type)
+    (SyncGroup if name is None else group_class(name)).wait_for(device)
+
+
 def require(name: str) -> None:
     """Say in one sentence what a backend lacks here.
 

@@ -98,6 +98,12 @@ class SyncGroup(BaseGroup):
         index = device.index if device.index is not None else module.current_device()
         return str(getattr(module.get_device_properties(index), "uuid", index))
 
+    @classmethod
+    def wait_for(cls, device: torch.device) -> None:
+        """See :func:`twinkle_ray.backends.wait_for`."""
+        if device.type != "cpu":
+            getattr(torch, device.type).synchronize(device)
+
     def connect(self, rendezvous: Rendezvous, deadline: Deadline, meeting: Meeting | None = None) -> None:
         """Meet all other ranks and build the communicator, within the deadline.
 

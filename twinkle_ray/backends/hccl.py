@@ -198,6 +198,23 @@ class HcclGroup(StreamGroup):
         index = device.index if device.index is not None else torch.npu.current_device()
         return f"{socket.gethostname()}/npu/{physical_id(index)}"
 
+    @classmethod
+    def wait_for(cls, device: torch.device) -> None:
+        """See the base class. While a collective that was given up is on the NPU this waits for the default and the
+        current stream only: a wait for the whole device would last as long as that. So does it later, if the device
+        refuses such a wait because of the stream that HCCL has broken when it ended that collective."""
+        npu: Any = torch.npu  # type: ignore[attr-defined]
+        with npu.device(device):
+            if not burials():
+                try:
+                    npu.synchronize()
+                    return
+                except RuntimeError:
+                    if not _ended_by_force.is_set():
+                        raise
+            npu.default_stream().synchronize()
+            npu.current_stream().synchronize()
+
     def _build(self, store: Store, rendezvous: Rendezvous, deadline: Deadline) -> None:
         assert self.device is not None
         hccl = library()
@@ -307,17 +324,8 @@ class HcclGroup(StreamGroup):
         self._stream.query()  # a collective that was ended by force leaves its event passed and its stream broken
 
     def _stream_broke(self, error: Exception) -> TwinkleRayError:
+        _ended_by_force.set()
         return self._broken(RuntimeError(f"the NPU ended a collective, as after HCCL_EXEC_TIMEOUT: {error}"))
-
-    def fence(self) -> None:
-        """See the base class. While a collective that was given up is on the NPU this waits for the default and the
-        current stream only: a wait for the whole device would last as long as that."""
-        with self._here():
-            if burials():
-                self._runtime.default_stream().synchronize()
-                self._runtime.current_stream().synchronize()
-            else:
-                self._runtime.synchronize()
 
     def _is_peers_fault(self, error: Exception) -> bool | None:
         return error.code in _OTHERS_FAULT if isinstance(error, HcclError) else None
@@ -417,6 +425,8 @@ class _HcclWire:
 
 
 _burials: set[_Burial] = set()
+_ended_by_force = threading.Event()
+"""HCCL has broken a stream of a group of this process, or will: a communicator was given up at work."""
 
 
 def burials() -> int:
@@ -444,6 +454,7 @@ class _Burial:
                     code = hccl.code("HcclCommDestroy", self._comm)
                 if code != AGAIN:
                     break
+                _ended_by_force.set()
                 time.sleep(pause)
                 pause = min(2 * pause, _RETRY_MAX_S)
         if code == SUCCESS:

@@ -141,8 +141,8 @@ class StreamGroup(SyncGroup):
         self.synchronize(deadline)
 
     def fence(self) -> None:
-        with self._here():
-            self._runtime.synchronize()
+        assert self.device is not None
+        self.wait_for(self.device)
 
     def rally(self) -> None:
         if self._byte is None:

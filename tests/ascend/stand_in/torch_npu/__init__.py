@@ -11,9 +11,8 @@ the host until something needs the device to know of it, ``Stream.npu_stream`` f
 Not like it, so that no test here says anything about it: kernels run at once on the calling thread, after it has waited
 for the current stream, except a copy of one contiguous tensor into another, which runs on the stream; there is no
 device memory to run out of and no caching allocator (memory is kept while any stream is busy); a private format is a
-label without effect; views have a storage object of their own; ``.data`` takes no tensor of another device; no IPC
-handles, ``pin_memory``, ``autocast``, generators of the device, or fused ``npu_*`` kernels; the
-``hccl`` backend of ``torch.distributed`` is Gloo underneath.
+label without effect; views have a storage object of their own; no IPC handles, ``pin_memory``, ``autocast``, generators
+of the device, or fused ``npu_*`` kernels; the ``hccl`` backend of ``torch.distributed`` is Gloo underneath.
 """
 
 from __future__ import annotations
@@ -385,6 +384,11 @@ def _copy(source, target, non_blocking=False):
     return target
 
 
+def _either_is_dense(tensor, source):
+    """``tensor.data = source`` works across devices, as torch_npu lets it; torch itself knows no NPU."""
+    return all(one.device.type in ("cpu", "npu") and one.layout is torch.strided for one in (tensor, source))
+
+
 def _copy_each(targets, sources, non_blocking=False):
     for target, source in zip(targets, sources, strict=True):
         _copy(source, target)
@@ -423,8 +427,13 @@ def _on_aliases(operation, *arguments, **named):
 
     # A view of a tensor that was made outside of inference mode is none that was made inside.
     inference = any(_is_npu(value) and value.is_inference() for value in (*arguments, *named.values()))
+    taken = operation._schema.arguments
+    arguments = [
+        torch.tensor(value) if isinstance(value, int | float) and str(one.type) == "Tensor" else value
+        for one, value in zip(taken, arguments, strict=False)  # a number where a tensor may stand comes as a number
+    ]
     with torch.inference_mode(inference):
-        return up(operation(*down(arguments), **{key: down(value) for key, value in named.items()}))
+        return up(operation(*map(down, arguments), **{key: down(value) for key, value in named.items()}))
 
 
 _aten, _all = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
@@ -435,10 +444,12 @@ for _name, _kernel in {
     "_copy_from": _copy,
     "_copy_from_and_resize": _copy,
     "_foreach_copy_": _copy_each,
+    "_has_compatible_shallow_copy_type": _either_is_dense,
 }.items():
     _aten.impl(_name, _kernel, "PrivateUse1")
 # Made of other operations by torch, of which one resizes an output: a storage here has a fixed size.
-for _name in ("abs", "angle", "sgn", "embedding", "arange", "arange.start", "arange.start_step"):
+_resizing = ("abs", "angle", "sgn", "embedding", "arange", "arange.start", "arange.start_step", "eye", "eye.m")
+for _name in _resizing:
     _packet, _, _overload = _name.partition(".")
     _operation = getattr(getattr(torch.ops.aten, _packet), _overload or "default")
     _aten.impl(_name, functools.partial(_on_aliases, _operation), "PrivateUse1")
