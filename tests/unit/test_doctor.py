@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from twinkle_ray.doctor import Facts, Level, compare, diagnose
+from twinkle_ray.doctor import Facts, Level, compare, diagnose, variables
 from twinkle_ray.vllm.hooks import HOOKS
 
 CPU = Facts(
@@ -251,6 +251,14 @@ def test_the_hooks_are_what_the_code_uses(root: Path) -> None:
     assert required - {"engine_core"} <= attributes  # which only an engine that was made has
     assert len(imported) > 5
     assert len(required) > 4
+
+
+def test_no_secret_is_among_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"VLLM_API_KEY": "x", "TWINKLE_TOKEN": "x", "NCCL_DEBUG": "WARN", "HOME_TOWN": "x"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    assert set(variables()) & set(given) == {"NCCL_DEBUG"}
 
 
 # --- faked environments ----------------------------------------------------------------------------------------

@@ -101,6 +101,14 @@ def test_a_job_that_fails_fails_the_caller(root: Path, tmp_path: Path) -> None:
     assert run.alive() == []
 
 
+def test_an_example_that_is_not_there_is_refused_with_those_that_are(root: Path) -> None:
+    command = [sys.executable, "examples/submit.py", "rlhf_other", "--steps", "3"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 2
+    assert "there is no example 'rlhf_other'; there are rlhf_" in done.stderr
+
+
 def test_ctrl_c_ends_all_that_was_started(root: Path, tmp_path: Path) -> None:
     run = Run(root, tmp_path)
     assert run.process.stdout
