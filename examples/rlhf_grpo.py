@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,6 +47,8 @@ GROUP_SIZE = 16  # samples of one prompt; GRPO compares them with each other
 NEW_TOKENS = 16
 LEARNING_RATE = 3e-3
 EDGE = 5  # learning is judged by the mean reward of the first and of the last five steps
+# What the examples with LoRA adapt: behind a head that stays random a tiny model learns nothing.
+ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 START_TIMEOUT_S = 300.0  # importing vLLM and its first look at a new model take a while on a small machine
 STEP_TIMEOUT_S = 120.0
 ACTOR_ENV = {
@@ -61,6 +64,9 @@ ACTOR_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+if __name__ != "__main__":  # imported by another example: actors get this file's code along, and need no path to it
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
 
 @contextlib.contextmanager
 def unpacked(checkpoint: dict[str, bytes]) -> Iterator[str]:
@@ -71,7 +77,6 @@ def unpacked(checkpoint: dict[str, bytes]) -> Iterator[str]:
         yield folder
 
 
-@ray.remote
 class Trainer(TrainActorMixin):
     """Holds the policy in ``self.model``, which is all that the mixin asks for."""
 
@@ -109,11 +114,18 @@ class Trainer(TrainActorMixin):
         return loss.item(), (logprobs.detach() - theirs).abs().mean().item()
 
 
-@ray.remote
 class Rollout(RolloutActorMixin):
     """Holds a live engine in ``self.llm``, which is all that the mixin asks for."""
 
-    def __init__(self, checkpoint: dict[str, bytes], device: str, seed: int) -> None:
+    def __init__(
+        self,
+        checkpoint: dict[str, bytes],
+        device: str,
+        seed: int,
+        lora: dict[str, Any] | None = None,
+        adapters: int = 1,
+    ) -> None:
+        """``lora``: the configuration of the adapters that it is to serve, at most so many at once."""
         import vllm  # only here: its CPU build patches torch in every process that imports it
 
         with unpacked(checkpoint) as folder:
@@ -126,6 +138,7 @@ class Rollout(RolloutActorMixin):
                 max_num_seqs=PROMPTS_PER_STEP * GROUP_SIZE,
                 kv_cache_memory_bytes=64 << 20,
                 use_tqdm_on_load=False,
+                **(self.lora_arguments(lora, max_loras=adapters) if lora else {}),
             )
         self.sampling = vllm.SamplingParams(
             n=GROUP_SIZE, temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0
@@ -137,8 +150,9 @@ class Rollout(RolloutActorMixin):
 
         return vllm.__version__
 
-    def generate(self, prompts: list[str]) -> list[dict[str, Any]]:
-        """Return ``GROUP_SIZE`` samples of each prompt, in the order of the prompts."""
+    def generate(self, prompts: list[str], adapter: str | None = None) -> list[dict[str, Any]]:
+        """Return ``GROUP_SIZE`` samples of each prompt, in the order of the prompts; of the adapter of this name."""
+        request = self.lora_request(adapter) if adapter else None
         return [
             {
                 "prompt": output.prompt,
@@ -147,7 +161,7 @@ class Rollout(RolloutActorMixin):
                 "tokens": list(sample.token_ids),
                 "logprobs": [at[token].logprob for at, token in zip(sample.logprobs, sample.token_ids, strict=True)],
             }
-            for output in self.llm.generate(prompts, self.sampling, use_tqdm=False)
+            for output in self.llm.generate(prompts, self.sampling, use_tqdm=False, lora_request=request)
             for sample in output.outputs
         ]
 
@@ -173,14 +187,19 @@ def group_advantages(rewards: list[float]) -> list[float]:
 def start_actors(args: argparse.Namespace) -> tuple[Any, list[Any]]:
     """Start the trainer and the rollouts, all from the same random weights, without waiting for them."""
     checkpoint = ray.put(make_checkpoint(args.seed))
+    trainer = actor(Trainer, args.device).remote(checkpoint, args.device)
+    seeds = (1000 * args.seed + index for index in range(args.rollouts))
+    return trainer, [actor(Rollout, args.device).remote(checkpoint, args.device, seed) for seed in seeds]
+
+
+def actor(kind: type, device: str) -> Any:
+    """Return the actor class with what one of them needs."""
     options = {
         "num_cpus": 0.5,  # so that all fit on two cores
-        "num_gpus": int(args.device == "cuda"),
+        "num_gpus": int(device == "cuda"),
         "runtime_env": {"env_vars": ACTOR_ENV},
     }
-    trainer = Trainer.options(**options).remote(checkpoint, args.device)
-    seeds = (1000 * args.seed + index for index in range(args.rollouts))
-    return trainer, [Rollout.options(**options).remote(checkpoint, args.device, seed) for seed in seeds]
+    return ray.remote(kind).options(**options)
 
 
 def describe(trainer: Any, rollouts: list[Any]) -> dict[str, Any]:
@@ -325,16 +344,56 @@ def main() -> int:
     args = parser.parse_args()
     if not 1 <= args.rollouts <= PROMPTS_PER_STEP or args.steps < 1:
         parser.error(f"--steps must be at least 1, --rollouts between 1 and {PROMPTS_PER_STEP}")
+    return guarded(functools.partial(run, args))
+
+
+def guarded(body: Callable[[], None]) -> int:
+    """Run the job; return its exit code. A failure is one sentence below the traceback."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `ray job stop` sends it; let `finally` run
     try:
-        run(args)
+        body()
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         traceback.print_exc()
-        print(f"rlhf_grpo failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"{Path(sys.argv[0]).stem} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def job(doc: str, body: Callable[[argparse.Namespace], dict[str, Any]], *, steps: int, **more: dict[str, Any]) -> int:
+    """The command line of the other examples: parse it, run ``body``, write what it returns, end all actors.
+
+    Args:
+        doc: the example's docstring.
+        body: the job; returns its figures.
+        steps: by default.
+        more: further options, each with the arguments of ``add_argument``.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and samples (default: %(default)s)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU for each actor")
+    parser.add_argument("--out", metavar="DIR", help="where figures go (default: a new temporary folder)")
+    for name, how in more.items():
+        parser.add_argument(f"--{name}", **how)
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
+
+    def whole() -> None:
+        out = Path(args.out or tempfile.mkdtemp(prefix="twinkle_ray-rlhf-")).resolve()
+        out.mkdir(parents=True, exist_ok=True)
+        ray.init(log_to_driver=True)
+        try:
+            figures = body(args)
+        finally:
+            ray.shutdown()  # which ends the actors, too
+        file = out / f"{Path(sys.argv[0]).stem}.json"
+        file.write_text(json.dumps({"config": vars(args), **figures}, indent=2) + "\n")
+        print(f"figures: {file}", flush=True)
+
+    return guarded(whole)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Start a local Ray, run ``rlhf_grpo.py`` in it through ``ray job submit``, and end all that was started.
+"""Start a local Ray, run an example in it through ``ray job submit``, and end all that was started.
 
-    python examples/submit.py [--out DIR] [options of rlhf_grpo.py]
+    python examples/submit.py [rlhf_grpo] [--out DIR] [options of the example]
+    python examples/submit.py rlhf_lora --steps 8
 
 On a cluster that runs already, ``ray job submit --working-dir . -- python examples/rlhf_grpo.py`` is enough.
 """
@@ -125,11 +126,20 @@ def stop(head: psutil.Popen) -> None:
 
 def main() -> int:
     """Run the example in a Ray of its own and pass on its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "rlhf_grpo", help="folder for the chart and figures")
-    args, passed_on = parser.parse_known_args()
+    # By hand: argparse would take the value of an option that is not ours for the example.
+    given = sys.argv[1:]
+    example = given.pop(0) if given and not given[0].startswith("-") else "rlhf_grpo"
+    known = sorted(path.stem for path in (ROOT / "examples").glob("rlhf_*.py"))
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], usage="%(prog)s [example] [--out DIR] [options of it]", allow_abbrev=False
+    )
+    parser.add_argument("--out", type=Path, help="folder for figures (default: out/EXAMPLE in the checkout)")
+    args, passed_on = parser.parse_known_args(given)
+    if example not in known:
+        parser.error(f"there is no example {example!r}; there are {', '.join(known)}")
+    out = args.out or ROOT / "out" / example
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    entrypoint = ["python", "examples/rlhf_grpo.py", "--out", str(args.out.resolve()), *passed_on]
+    entrypoint = ["python", f"examples/{example}.py", "--out", str(out.resolve()), *passed_on]
     try:
         with local_ray() as (address, environ):
             command = [str(BIN / "ray"), "job", "submit", "--address", address, "--working-dir", ".", "--", *entrypoint]

@@ -24,7 +24,7 @@ DEVICE_PACKAGES = ("twinkle_ray/backends/",)
 DISCARD_PORT = 9
 
 # What a plain `pip install twinkle_ray` does not bring, or what is too heavy for an import.
-OPTIONAL = ("accelerate", "cupy", "peft", "torch_npu", "transformers", "vllm")
+OPTIONAL = ("accelerate", "cupy", "peft", "rich", "torch_npu", "transformers", "vllm")
 
 
 def source_files() -> list[Path]:
@@ -152,6 +152,9 @@ def test_importing_the_folder_under_its_short_name_says_how_to_import_it() -> No
         "twinkle_ray.manager",
         "twinkle_ray.backends",
         "twinkle_ray.vllm",
+        "twinkle_ray.cli",
+        "twinkle_ray.doctor",
+        "twinkle_ray.bench",
     ],
 )
 def test_import_needs_no_optional_package(module: str) -> None:

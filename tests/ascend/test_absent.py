@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -46,3 +48,25 @@ def test_one_sentence_names_what_is_missing(library: Path, change: dict[str, str
     assert [part for part in parts if part not in said] == []
     assert "\n" not in said
     assert parts == ["it can work"] or said.startswith("TWINKLE_HCCL cannot work in this process: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "level", "part"),
+    [
+        ({}, "NPU", "ok", "with torch_npu"),
+        ({"HCCL_SO_PATH": "/nowhere/libhccl.so"}, "HCCL", "error", "libhccl.so does not load"),
+    ],
+)
+def test_the_doctor_sees_it(
+    library: Path, root: Path, tmp_path: Path, change: dict[str, str], check: str, level: str, part: str
+) -> None:
+    (tmp_path / "vllm.py").write_text("")  # the real one takes ten seconds to import
+    env = {**os.environ, **simulator.environment(library), **change}
+    env["PYTHONPATH"] = os.pathsep.join([str(root), str(tmp_path), env["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "twinkle_ray", "doctor", "--json"], env=env, capture_output=True, text=True, timeout=120
+    )
+    (node,) = json.loads(done.stdout)["nodes"].values()
+    (finding,) = [finding for finding in node["findings"] if finding["check"] == check]
+    assert finding["level"] == level
+    assert part in finding["text"]

@@ -17,8 +17,8 @@ from typing import Any
 import ray
 import torch
 
-from tests.shapes import Shaped, Shapes
 from twinkle_ray.mixins import RolloutActorMixin, TrainActorMixin
+from twinkle_ray.shapes import Shaped, Shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE: dict[str, Any] = {

@@ -53,11 +53,11 @@ from tests.gpu.common import (
     say,
     verdict,
 )
-from tests.shapes import Shaped, Shapes, config_of, shapes_of
 from tests.vllm import models
 from twinkle_ray import CheckpointEngineManager, ReplicaUnavailable, SyncError
 from twinkle_ray.mixins import TrainActorMixin
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
+from twinkle_ray.shapes import Shaped, Shapes, config_of, shapes_of
 from twinkle_ray.types import Contents, SyncReport
 
 ON_MODULES = ("torn", "exception")

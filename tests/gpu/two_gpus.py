@@ -42,9 +42,9 @@ from tests.gpu.common import (
     verdict,
 )
 from tests.payload import facts, payload
-from tests.shapes import config_of, shapes_of
 from twinkle_ray import CheckpointEngineManager, PeerLost, SyncAborted, SyncError, SyncTimeout
 from twinkle_ray.checkpoint_engine import GlooCheckpointEngine, NCCLCheckpointEngine
+from twinkle_ray.shapes import config_of, shapes_of
 
 
 class HandBase(Common):

@@ -517,7 +517,7 @@ def other_rank(trainer: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "scale": lambda trainer: trainer.model.base_model.model.blocks[0]["q"].set_scale("default", 3 / 8),
+    "scale": lambda trainer: trainer.model.base_model.model.blocks[0]["q"].scaling.update(default=3.0),
     "second": add_and_activate,
     "off": lambda trainer: trainer.model.base_model.disable_adapter_layers(),
     "merged": lambda trainer: trainer.model.merge_adapter(),

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from packaging.version import Version
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -27,6 +28,7 @@ from twinkle_ray.manifest import Manifest
 from twinkle_ray.sources import WeightSource
 
 peft = pytest.importorskip("peft")
+peft_version = Version(peft.__version__)
 warnings.filterwarnings("ignore", module="peft")
 
 
@@ -238,7 +240,7 @@ class TestSeveralAdapters:
     @pytest.mark.parametrize("order", [["default", "other"], ["other", "default"]])
     def test_dora_beside_plain(self, order):
         """To one unit in the last place: PEFT subtracts the plain one again to come to the base that DoRA's norm needs,
-        and adds it once more; the base here never had it."""
+        and adds it once more; the base here never had it. Before 0.21 its merge did not, unlike its forward pass."""
         model = self.two(use_dora=True)
         model.base_model.set_adapter(order)
         sent = taken(WeightSource(model))
@@ -246,7 +248,7 @@ class TestSeveralAdapters:
         torch.testing.assert_close(
             nn.functional.linear(x, sent["q.weight"], sent["q.bias"]), model.base_model.model.q(x), atol=1e-5, rtol=1e-5
         )
-        for name, tensor in oracle(model).items():
+        for name, tensor in oracle(model).items() if peft_version >= Version("0.21") else ():
             torch.testing.assert_close(sent[name], tensor, atol=2e-7, rtol=1e-6)
 
     def test_also_when_what_can_wait_is_compared_later(self):
@@ -599,6 +601,7 @@ class TestRefusals:
         with pytest.raises(UnsupportedModel, match=r"^v\.weight: .*bias"):
             WeightSource(made(target_modules=["v"], lora_bias=True)).manifest()
 
+    @pytest.mark.skipif(peft_version < Version("0.18"), reason="PEFT has activated LoRA since 0.18")
     def test_activated_lora(self):
         model = made(target_modules=["q"], alora_invocation_tokens=[1, 2])
         with pytest.raises(UnsupportedModel, match=r"^q\.weight: .*ALoraLinear"):
@@ -634,6 +637,8 @@ class TestExport:
         model = made(**KINDS[kind])
         want = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
         have = dict(adapter_tensors(model))
+        if peft_version < Version("0.21") and kind == "biases of its layers":  # trained, and left out of its checkpoint
+            want |= {name: dict(model.named_parameters())[name] for name in have if name.endswith("base_layer.bias")}
         assert sorted(have) == sorted(want)
         assert all(torch.equal(have[name], want[name]) for name in want)
         assert all(have[name].data_ptr() == want[name].data_ptr() for name in want)

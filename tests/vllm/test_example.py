@@ -1,14 +1,15 @@
-"""The RLHF example, run as its users run it: a Ray head of its own, ``ray job submit``, real vLLM rollouts."""
+"""The RLHF examples, run as their users run them: a Ray head of its own, ``ray job submit``, real vLLM rollouts."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -100,6 +101,14 @@ def test_a_job_that_fails_fails_the_caller(root: Path, tmp_path: Path) -> None:
     assert run.alive() == []
 
 
+def test_an_example_that_is_not_there_is_refused_with_those_that_are(root: Path) -> None:
+    command = [sys.executable, "examples/submit.py", "rlhf_other", "--steps", "3"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 2
+    assert "there is no example 'rlhf_other'; there are rlhf_" in done.stderr
+
+
 def test_ctrl_c_ends_all_that_was_started(root: Path, tmp_path: Path) -> None:
     run = Run(root, tmp_path)
     assert run.process.stdout
@@ -135,3 +144,84 @@ def test_samples_do_not_improve_when_the_weights_are_never_sent(root: Path, tmp_
 
     assert code == 0, output
     assert gain(run.figures()) < 0.2
+
+
+@pytest.fixture(scope="module")
+def job(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, Any]]]:
+    """``job(example, *options)``: what it wrote; all run by `ray job submit` in one Ray."""
+    spec = importlib.util.spec_from_file_location("submit", root / "examples" / "submit.py")
+    assert spec is not None
+    assert spec.loader is not None
+    submit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(submit)
+    with submit.local_ray() as (address, environ):
+
+        def run(example: str, *options: str) -> dict[str, Any]:
+            out = tmp_path_factory.mktemp(example)
+            entrypoint = ["python", f"examples/{example}.py", "--out", str(out), *options]
+            command = [str(submit.BIN / "ray"), "job", "submit", "--address", address, "--working-dir", ".", "--"]
+            done = subprocess.run(
+                [*command, *entrypoint], cwd=root, env=environ, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            return json.loads((out / f"{example}.json").read_text())
+
+        yield run
+
+
+def follows(steps: list[dict[str, Any]]) -> bool:
+    """Whether all samples came from the weights that the trainer held: fp32 on both sides, computed by each."""
+    return max(step["logprob_gap"] for step in steps) < 1e-4
+
+
+@pytest.mark.soak
+def test_lora_sends_the_base_once_and_then_the_adapter_alone(job: Callable[..., dict[str, Any]]) -> None:
+    figures = job("rlhf_lora", "--steps", "4", "--rollouts", "1")
+
+    steps = figures["steps"]
+    assert figures["first"]["base"] == "plain"
+    assert [(step["base"], step["adapter"]) for step in steps] == [("", "default")] * 4
+    assert max(step["sync_nbytes"] for step in steps) < figures["first"]["sync_nbytes"] / 5
+    assert follows(steps)
+
+
+def test_tenants_are_served_each_with_its_own_adapter(job: Callable[..., dict[str, Any]]) -> None:
+    figures = job("rlhf_tenants", "--steps", "3")
+
+    steps = figures["steps"]
+    assert [step["tenant"] for step in steps] == ["digits", "capitals"] * 3
+    assert all(step["adapter"] == step["tenant"] for step in steps)
+    assert follows(steps)
+    assert figures["guest"]["refused"] == ("this vLLM engine holds no adapter 'guest'; it holds 'digits', 'capitals'")
+
+
+def test_rollouts_come_and_go_and_all_that_stay_follow(job: Callable[..., dict[str, Any]]) -> None:
+    figures = job("rlhf_elastic", "--steps", "5")
+
+    steps = figures["steps"]
+    first = steps[0]["versions"]["rollout[0]"]
+    assert [step["versions"] for step in steps] == [
+        dict.fromkeys(("rollout[0]", "rollout[1]", "rollout[2]"), first),
+        dict.fromkeys(("rollout[0]", "rollout[2]"), first + 1),
+        dict.fromkeys(("rollout[0]", "rollout[2]"), first + 2),
+        {"rollout[2]": first + 3},
+        {"rollout[2]": first + 4},
+    ]
+    said = [" ".join(step["happened"]) for step in steps]
+    assert "rollout[2] joined" in said[0]
+    assert "no sync has brought its weights yet" in said[0]
+    assert "rollout[1] was dropped" in said[1]
+    assert "rollout[0] was removed" in said[3]
+    assert {step["samples"] for step in steps} == {128}
+    assert figures["removed_holds"] == first + 2
+    assert follows(steps)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("example", "wanted"), [("rlhf_lora", [None]), ("rlhf_tenants", ["digits", "capitals"])])
+def test_adapters_learn(job: Callable[..., dict[str, Any]], example: str, wanted: list[str | None]) -> None:
+    figures = job(example)
+
+    for tenant in wanted:
+        own = [step for step in figures["steps"] if step.get("tenant") == tenant]
+        assert gain({"steps": own}) >= 0.2

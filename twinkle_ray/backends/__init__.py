@@ -20,6 +20,7 @@ from twinkle_ray.backends.rendezvous import Meeting, unique_group_name
 from twinkle_ray.errors import BackendUnavailable, ConfigError
 
 __all__ = [
+    "DEVICE_TYPES",
     "GLOO",
     "HCCL",
     "NCCL",
@@ -31,6 +32,7 @@ __all__ = [
     "end_group",
     "group_class",
     "identity",
+    "ray_resources",
     "register",
     "require",
     "unique_group_name",
@@ -46,6 +48,10 @@ _CLASSES: dict[str, tuple[str, str]] = {
     HCCL: ("twinkle_ray.backends.hccl", "HcclGroup"),
 }
 _BY_DEVICE = {"cpu": GLOO, "cuda": NCCL, "npu": HCCL}
+_RESOURCE = {"cuda": "GPU", "npu": "NPU"}
+
+DEVICE_TYPES = tuple(_BY_DEVICE)
+"""The kinds of devices that models may be on, as torch names them."""
 
 collective: Any = _ray_collective  # half of its functions are not annotated
 
@@ -71,6 +77,12 @@ def backend_for(device_type: str) -> str:
     if device_type not in _BY_DEVICE:
         raise ConfigError(f"there is no backend for {device_type!r} devices; there are {', '.join(sorted(_BY_DEVICE))}")
     return _BY_DEVICE[device_type]
+
+
+def ray_resources(device_type: str) -> dict[str, float]:
+    """What an actor asks of Ray to have one such device, by Ray's name of the resource; empty for a CPU."""
+    name = _RESOURCE.get(device_type)
+    return {} if name is None else {name: 1.0}
 
 
 def identity(device: torch.device) -> str:
