@@ -28,9 +28,10 @@ from twinkle_ray.errors import (
     mismatch,
 )
 from twinkle_ray.manifest import Manifest, agree_cuts, agree_dtypes
+from twinkle_ray.naming import named
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.replica import BACKENDS, Replica, Trainer, actor_key, find, replicas_of, trainers_of
-from twinkle_ray.rounds import Call, Op, Round, named
+from twinkle_ray.rounds import Call, Op, Round
 from twinkle_ray.sending import Sending, Wanted, decide, disagreements, idle_lora, require_lora
 from twinkle_ray.topology import Topology
 from twinkle_ray.types import (

@@ -30,6 +30,7 @@ from twinkle_ray.errors import (
     first_cause,
     vagueness,
 )
+from twinkle_ray.naming import named
 from twinkle_ray.types import Deadline, OpState, OpStatus
 
 _SLICE_S = 0.2
@@ -69,11 +70,6 @@ class _Waiting:
     key: str = ""
     op: str = ""
     sent: float = 0.0
-
-
-def named(method: Any, name: str) -> Any:
-    """A remote method whose calls have this name in Ray's dashboard, ``ray summary tasks`` and ``ray timeline``."""
-    return method.options(name=name) if hasattr(method, "options") else method
 
 
 class Round:

@@ -37,8 +37,9 @@ _WRITE_S = 1.0
 """A status record is written at most this often."""
 _SLOW_S = 0.5
 """A sync that takes longer is shown while it runs."""
-_GAUGES_S = 4.0
-"""Gauges are set this often: Ray exports only those that were set in its last interval, of 10 s unless configured."""
+_GAUGES_S = 1.0
+"""Gauges are set this often, since Ray exports only those that were set in its last interval: of 10 s, unless it was
+configured otherwise, and of 1 s at least."""
 _LOCK_S = 2.0
 _MESSAGE_CHARS = 2000
 

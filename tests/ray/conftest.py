@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +103,66 @@ def stocked(reused: Any, stage: Stage) -> Iterator[Any]:
     yield make
     for actor in others:
         ray.kill(actor)
+
+
+class Program:
+    """A child process that prints JSON lines and reads commands.
+
+    Attributes:
+        said: what it printed first.
+    """
+
+    def __init__(self, root: Path, log: Path, *arguments: str, **env: str) -> None:
+        self.log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                cwd=root,
+                env={**os.environ, "PYTHONPATH": str(root), **env},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self.said: dict[str, Any] = self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()[-4000:]
+        heard: dict[str, Any] = json.loads(line)
+        return heard
+
+    def tell(self, command: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self.hear()
+
+    def end(self) -> None:
+        """Let it end by itself, or kill it."""
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self.process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def watched(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """A cluster of its own with metrics and a dashboard: that of :mod:`tests.ray.watched`, after two good syncs and one
+    that failed."""
+    temp_dir = tempfile.mkdtemp(prefix="tw-", dir="/tmp")
+    log = tmp_path_factory.mktemp("watched") / "head.log"
+    program = Program(root, log, "tests.ray.watched", "head", temp_dir, RAY_metrics_report_interval_ms="2000")
+    try:
+        yield program
+    finally:
+        program.end()
+        shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 def npu_runtime_env(root: Path, library: Path) -> dict[str, Any]:

@@ -1,0 +1,33 @@
+"""What actors and calls are called in Ray's dashboard and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_MIXINS = ("TrainActorMixin", "RolloutActorMixin")
+
+
+def named(method: Any, name: str) -> Any:
+    """A remote method whose calls have this name in Ray's dashboard, ``ray summary tasks`` and ``ray timeline``."""
+    return method.options(name=name) if hasattr(method, "options") else method
+
+
+def actor_repr(actor: Any, following: Callable[[], str]) -> str:
+    """``repr`` of an actor with our mixins: its class and its roles, ``Policy[trainer]``. Ray asks once, when the actor
+    was made, and puts it before the actor's log lines.
+
+    Args:
+        following: ``__repr__`` of what stands after the mixin in the class's order of resolution. If it is neither
+            Python's own nor a mixin's, it is the user's, and has its say.
+    """
+    function = getattr(following, "__func__", None)
+    module = getattr(function, "__module__", None) or ""
+    ours = module.startswith("twinkle_ray.mixins") or getattr(following, "__objclass__", None) is object
+    if not ours:
+        return following()
+    try:
+        says = [getattr(actor, f"_{mixin}__twinkle_role", None) for mixin in _MIXINS]
+        return f"{type(actor).__name__}[{'; '.join(say() for say in says if say is not None)}]"
+    except Exception:
+        return object.__repr__(actor)
