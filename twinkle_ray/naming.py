@@ -15,16 +15,13 @@ def named(method: Any, name: str) -> Any:
 
 def actor_repr(actor: Any, following: Callable[[], str]) -> str:
     """``repr`` of an actor with our mixins: its class and its roles, ``Policy[trainer]``. Ray asks once, when the actor
-    was made, and puts it before the actor's log lines.
+    was made, and puts it before the actor's log lines and the names of its tasks.
 
     Args:
-        following: ``__repr__`` of what stands after the mixin in the class's order of resolution. If it is neither
-            Python's own nor a mixin's, it is the user's, and has its say.
+        following: ``__repr__`` of what stands after the mixin in the class's order of resolution. If it is not Python's
+            own, it is the user's, or the other mixin's, and has its say.
     """
-    function = getattr(following, "__func__", None)
-    module = getattr(function, "__module__", None) or ""
-    ours = module.startswith("twinkle_ray.mixins") or getattr(following, "__objclass__", None) is object
-    if not ours:
+    if getattr(following, "__objclass__", None) is not object:
         return following()
     try:
         says = [getattr(actor, f"_{mixin}__twinkle_role", None) for mixin in _MIXINS]
