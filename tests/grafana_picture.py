@@ -197,7 +197,7 @@ def states(axes: Any, panel: dict[str, Any], series: list[Any], end: float) -> N
             axes.barh(row, STEP_S, left=float(when) - end, color=colour, height=0.8, label=one["text"])
     axes.set_yticks(range(len(names)), names, size=8)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(handles.values(), handles.keys(), size=8, loc="lower left")
+    axes.legend(handles.values(), handles.keys(), fontsize=8, loc="lower left")
 
 
 def lines(axes: Any, panel: dict[str, Any], series: list[Any], end: float) -> None:
@@ -219,7 +219,7 @@ def lines(axes: Any, panel: dict[str, Any], series: list[Any], end: float) -> No
     axes.set_ylabel(panel["fieldConfig"]["defaults"]["unit"], size=8)
     axes.grid(alpha=0.3)
     if series:
-        axes.legend(size=7, loc="upper left")
+        axes.legend(fontsize=7, loc="upper left")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import promql_parser as promql
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray.util.state import list_actors, summarize_tasks
@@ -134,6 +137,54 @@ def test_log_lines_have_fields(watched: Program) -> None:
         ("WARNING", 3, "transfer", 1),
     ]
     assert len({line["manager"] for line in ours}) == 1
+
+
+def grafana_queries(root: Path) -> list[tuple[str, str]]:
+    """Title of the panel or name of the variable, and query, with what Grafana puts for variables."""
+    dashboard = json.loads((root / "ray_configs" / "grafana" / "twinkle_ray.json").read_text())
+    found = [(panel["title"], one["expr"]) for panel in dashboard["panels"] for one in panel.get("targets", ())]
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            series, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"]).groups()  # type: ignore[union-attr]
+            found.append((variable["name"], f"count by ({label}) ({series})"))
+    values = {variable["name"]: variable.get("allValue") for variable in dashboard["templating"]["list"]}
+    values |= {"window": "5m", "wire_gb_per_s": "100"}
+    return [(title, re.sub(r"\$(\w+)", lambda match: values[match[1]], query)) for title, query in found]
+
+
+def test_every_query_of_the_dashboard_asks_for_names_and_labels_that_are_there(
+    watched: Program, root: Path, scraped: dict[str, Samples]
+) -> None:
+    with urllib.request.urlopen(watched.said["metrics"], timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    labels: dict[str, set[str]] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        labels.setdefault(sample.name, {"ray_io_cluster"}).update(sample.labels)  # KubeRay's PodMonitor sets that one
+
+    for title, query in grafana_queries(root):
+        selected: list[Any] = []
+        grouped: list[str] = []
+
+        def visit(expr: Any, selected: list[Any] = selected) -> None:
+            if isinstance(expr, promql.VectorSelector):
+                selected.append(expr)
+
+        promql.walk(promql.parse(query), visit)
+        for names in re.findall(r"(?:by|on|ignoring) \(([^)]*)\)", query):
+            grouped += names.split(", ")
+        assert selected or query.startswith("vector("), title
+        for selector in selected:
+            assert selector.name in labels, title
+            assert {matcher.name for matcher in selector.matchers.matchers} <= labels[selector.name], title
+            assert set(grouped) <= labels[selector.name], (title, query)
+
+
+def test_the_dashboard_maps_every_state(root: Path) -> None:
+    dashboard = json.loads((root / "ray_configs" / "grafana" / "twinkle_ray.json").read_text())
+    (panel,) = [panel for panel in dashboard["panels"] if panel["type"] == "state-timeline"]
+    (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+
+    assert {int(n): one["text"] for n, one in mapping["options"].items()} == {s.value: s.name.lower() for s in State}
 
 
 def test_a_recovery_shows_and_who_has_gone_is_no_ghost(watched: Program) -> None:
