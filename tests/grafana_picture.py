@@ -153,7 +153,8 @@ def draw(url: str, out: Path, seconds: float) -> None:
 
 
 def expand(expr: str) -> str:
-    values = {"$SessionName": ".+", "$Cluster": ".*", "$Manager": ".+", "$window": "1m", "$wire_gb_per_s": "0.5"}
+    values = {"$SessionName": ".+", "$Cluster": ".*", "$Manager": ".+", "$window": "1m", "$__range": "30m"}
+    values["$wire_gb_per_s"] = "0.5"
     for name, value in values.items():
         expr = expr.replace(name, value)
     return expr

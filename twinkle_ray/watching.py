@@ -82,7 +82,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._job: str = ray.get_runtime_context().get_job_id() if ray.is_initialized() else ""
+        self._job = _job_id()
         self.manager = f"{self._job or 'local'}-{uuid.uuid4().hex[:6]}"
         self.log = _Log(self)
         # Written by the manager's thread. Records are replaced, not changed, so that the other one sees whole ones.
@@ -341,6 +341,13 @@ def _flush() -> None:
                     watch._record()
             finally:
                 watch._lock.release()
+
+
+def _job_id() -> str:
+    with _quietly():
+        if _connected():
+            return str(ray.get_runtime_context().get_job_id())
+    return ""
 
 
 def _connected() -> bool:

@@ -148,7 +148,7 @@ def grafana_queries(root: Path) -> list[tuple[str, str]]:
             series, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"]).groups()  # type: ignore[union-attr]
             found.append((variable["name"], f"count by ({label}) ({series})"))
     values = {variable["name"]: variable.get("allValue") for variable in dashboard["templating"]["list"]}
-    values |= {"window": "5m", "wire_gb_per_s": "100"}
+    values |= {"window": "5m", "__range": "30m", "wire_gb_per_s": "100"}
     return [(title, re.sub(r"\$(\w+)", lambda match: values[match[1]], query)) for title, query in found]
 
 
