@@ -96,6 +96,7 @@ class Watch:
         self._failure: LastFailure | None = None
         self._changes = 0
         self._events: deque[Callable[[], Values]] = deque()
+        self._closed = False
         # The background thread's.
         self._lock = threading.Lock()
         self._kept: dict[metrics.Key, float] = {}
@@ -174,6 +175,7 @@ class Watch:
     def close(self) -> None:
         """The manager is closed: its last numbers are recorded and its record is removed. Takes milliseconds, and a few
         seconds at most where Ray's GCS does not answer."""
+        self._closed = True
         _watches.discard(self)
         self._left.detach()
         if self._lock.acquire(timeout=_LOCK_S):
@@ -223,6 +225,8 @@ class Watch:
     def tick(self) -> None:
         """Record and write what is due."""
         with self._lock:
+            if self._closed:  # just now; its record is not to come back
+                return
             with _quietly():
                 self._record()
             with _quietly():
@@ -318,8 +322,7 @@ def _register(watch: Watch) -> None:
 def _run() -> None:
     while True:
         time.sleep(_TICK_S)
-        for watch in list(_watches):
-            watch.tick()
+        _tick_all()
         with _quietly():
             while _left:
                 job, manager = _left.popleft()
@@ -329,6 +332,12 @@ def _run() -> None:
             if not _watches and not _left:
                 _threads.clear()
                 return
+
+
+def _tick_all() -> None:
+    """On its own, so that no local variable keeps a manager alive between two ticks."""
+    for watch in list(_watches):
+        watch.tick()
 
 
 @atexit.register

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,20 +147,6 @@ class Program:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait(timeout=30)
-
-
-@pytest.fixture(scope="session")
-def watched(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    """A cluster of its own with metrics and a dashboard: that of :mod:`tests.ray.watched`, after two good syncs and one
-    that failed."""
-    temp_dir = tempfile.mkdtemp(prefix="tw-", dir="/tmp")
-    log = tmp_path_factory.mktemp("watched") / "head.log"
-    program = Program(root, log, "tests.ray.watched", "head", temp_dir, RAY_metrics_report_interval_ms="2000")
-    try:
-        yield program
-    finally:
-        program.end()
-        shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 def npu_runtime_env(root: Path, library: Path) -> dict[str, Any]:

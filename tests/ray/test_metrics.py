@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,20 @@ def wait_for(url: str, wanted: Callable[[dict[str, Samples]], bool]) -> dict[str
         assert time.monotonic() < deadline, found
         time.sleep(0.3)
     return found
+
+
+@pytest.fixture(scope="module")
+def watched(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """A cluster of its own with metrics and a dashboard: that of :mod:`tests.ray.watched`, after two good syncs and one
+    that failed."""
+    temp_dir = tempfile.mkdtemp(prefix="tw-", dir="/tmp")
+    log = tmp_path_factory.mktemp("watched") / "head.log"
+    program = Program(root, log, "tests.ray.watched", "head", temp_dir, RAY_metrics_report_interval_ms="2000")
+    try:
+        yield program
+    finally:
+        program.end()
+        shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

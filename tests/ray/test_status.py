@@ -40,10 +40,10 @@ def ask(root: Path, address: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def slow(watched: Program, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    """A driver in the middle of a sync that takes half a minute."""
+def slow(ray_cluster: str, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """A driver in the middle of a sync that takes about a minute."""
     log = tmp_path_factory.mktemp("slow") / "driver.log"
-    program = Program(root, log, "tests.ray.watched", "slow", watched.said["address"])
+    program = Program(root, log, "tests.ray.watched", "slow", ray_cluster)
     try:
         yield program
     finally:
@@ -51,10 +51,10 @@ def slow(watched: Program, root: Path, tmp_path_factory: pytest.TempPathFactory)
         program.process.wait(timeout=30)
 
 
-def test_a_sync_that_runs_is_seen_from_another_process(watched: Program, slow: Program, root: Path) -> None:
-    job, address = slow.said["job"], watched.said["address"]
+def test_a_sync_that_runs_is_seen_from_another_process(ray_cluster: str, slow: Program, root: Path) -> None:
+    job, address = slow.said["job"], ray_cluster
     seen: list[dict[str, Any]] = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 40
     while len({one["members"][0]["step"] for one in seen if one["phase"] == "transfer"}) < 2:
         assert time.monotonic() < deadline, seen
         answer = ask(root, address)
@@ -70,12 +70,12 @@ def test_a_sync_that_runs_is_seen_from_another_process(watched: Program, slow: P
     assert f"status/{job}/{last['manager']}" in answer["keys"]
 
 
-def test_the_command_prints_json_or_a_table(watched: Program, slow: Program, root: Path) -> None:
+def test_the_command_prints_json_or_a_table(ray_cluster: str, slow: Program, root: Path) -> None:
     command = (
         "import argparse, sys; from twinkle_ray import cli_status; parser = argparse.ArgumentParser(); "
         "cli_status.add_parser(parser.add_subparsers()); sys.exit(cli_status.status(parser.parse_args(sys.argv[1:])))"
     )
-    arguments = ("-c", command, "status", "--address", watched.said["address"])
+    arguments = ("-c", command, "status", "--address", ray_cluster)
 
     plain, table = run(root, *arguments, "--json"), run(root, *arguments)
 
@@ -86,8 +86,8 @@ def test_the_command_prints_json_or_a_table(watched: Program, slow: Program, roo
     assert f" of {one['members'][0]['steps']}" in text
 
 
-def test_what_a_dead_driver_leaves_is_ignored_and_removed(watched: Program, slow: Program, root: Path) -> None:
-    job, address = slow.said["job"], watched.said["address"]
+def test_what_a_dead_driver_leaves_is_ignored_and_removed(ray_cluster: str, slow: Program, root: Path) -> None:
+    job, address = slow.said["job"], ray_cluster
     answer = ask(root, address)
     assert job in {one["job"] for one in answer["found"]}
 

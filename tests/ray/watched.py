@@ -1,7 +1,7 @@
-"""A small cluster with metrics and a dashboard, and drivers on it: programs for test_metrics.py and test_status.py.
+"""Drivers for test_metrics.py and test_status.py. They print JSON lines and read commands.
 
-``python -m tests.ray.watched head TEMP_DIR`` starts the cluster and is a driver of it that syncs. ``... slow ADDRESS``
-is a driver in the middle of a slow sync. Both print JSON lines and read commands.
+``python -m tests.ray.watched head TEMP_DIR`` starts a cluster with metrics and a dashboard, and syncs on it. ``... slow
+ADDRESS`` is in the middle of a slow sync.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SlowBase(RolloutBase):
         ready = ModuleSink.ready
 
         def slow(sink: ModuleSink, tensors: Any) -> None:
-            time.sleep(0.5)
+            time.sleep(4.0)
             ready(sink, tensors)
 
         ModuleSink.ready = slow  # type: ignore[method-assign]
@@ -78,7 +78,6 @@ def head(temp_dir: str) -> None:
             failure = {"phase": error.phase, "actors": error.actors, "type": type(error).__name__}
             failure["versions"] = error.versions
         say(
-            address=node["gcs_address"],
             dashboard=f"http://{context.dashboard_url}",
             metrics=f"http://127.0.0.1:{node['metrics_export_port']}/metrics",
             reports=reports,

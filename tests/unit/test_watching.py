@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import threading
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -219,6 +222,31 @@ def test_a_manager_that_nobody_closed_is_let_go_and_its_record_is_to_be_removed(
     del watch
     gc.collect()
     assert name in {manager for _, manager in watching._left}
+
+
+def test_the_thread_keeps_no_manager_alive_and_ends_with_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_TICK_S", 0.01)
+    monkeypatch.setattr(watching, "_connected", lambda: False)
+    seen = threading.Event()
+    watch = Watch()
+    monkeypatch.setattr(Watch, "tick", lambda one: seen.set())
+    gone = weakref.ref(watch)
+    assert seen.wait(10)
+    del watch
+    deadline = time.monotonic() + 10
+    while gone() is not None:
+        assert time.monotonic() < deadline
+        gc.collect()
+
+
+def test_a_closed_manager_writes_no_more(watch: Watch, sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    succeed(watch, 1, *NAMES)
+    watch.close()
+    assert sink.counters["twinkle_syncs", "gloo", "base"] == 1
+    written: list[str] = []
+    monkeypatch.setattr(watch, "_write", lambda: written.append("again"))
+    watch.tick()  # of the thread, which had it in hand
+    assert written == []
 
 
 def test_a_failed_sync_is_one_warning_with_fields(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
