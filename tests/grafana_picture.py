@@ -80,9 +80,9 @@ def run(out: Path, seconds: float) -> None:
         ]
     )
     try:
-        sync(seconds)
-        time.sleep(8)  # until Ray has exported and Prometheus has scraped the last one
-        draw(f"http://127.0.0.1:{port}", out, seconds + 15)
+        with sync(seconds):
+            time.sleep(8)  # until Ray has exported and Prometheus has scraped the last one
+            draw(f"http://127.0.0.1:{port}", out, seconds + 15)
     finally:
         prometheus.terminate()
         prometheus.wait(timeout=30)
@@ -90,8 +90,9 @@ def run(out: Path, seconds: float) -> None:
         shutil.rmtree(temp_dir, ignore_errors=True)
 
 
-def sync(seconds: float) -> None:
-    """A sync every two seconds: all is well, then ``rollout[2]`` is slow, then one sync fails, then all is well."""
+def sync(seconds: float) -> CheckpointEngineManager:
+    """A sync every two seconds: all is well, then ``rollout[2]`` is slow, then one sync fails, then all is well. The
+    manager, whose gauges end with it."""
     width = {"width": 512}
     trainer, rollouts = Trainer.remote(1, **width), [Rollout.remote(2, **width), Rollout.remote(3, **width)]
     slow = ray.remote(num_cpus=0.1)(SlowBase).remote(4, **width)
@@ -109,6 +110,7 @@ def sync(seconds: float) -> None:
             time.sleep(2)
             continue
         time.sleep(seconds / 8)  # so that it can be seen
+    return manager
 
 
 def ask(url: str, path: str, **query: Any) -> list[dict[str, Any]]:

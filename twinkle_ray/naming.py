@@ -1,4 +1,8 @@
-"""What actors and calls are called in Ray's dashboard and logs."""
+"""What actors and calls are called in Ray's dashboard and logs.
+
+Ray has no public call with which a program adds spans of its own to ``ray timeline``; the calls of a sync are spans
+there already, under the names that they have here.
+"""
 
 from __future__ import annotations
 
