@@ -11,6 +11,7 @@ from typing import Any
 
 from twinkle_ray.checkpoint_engine import DEFAULT_TIMEOUT_S, rendezvous_of
 from twinkle_ray.errors import UnsupportedActor
+from twinkle_ray.naming import actor_repr
 from twinkle_ray.serving import Serving, making, target_for
 from twinkle_ray.types import OpStatus, RolloutStatus
 
@@ -43,6 +44,13 @@ class RolloutActorMixin:
         # Before the user's __init__ makes the engine: vLLM's processes inherit this, and our vLLM plugin acts on it.
         os.environ.setdefault("TWINKLE_RAY_ROLLOUT", "1")
         return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        return actor_repr(self, super().__repr__)
+
+    def __twinkle_role(self) -> str:
+        version = 0 if self.__twinkle_serving is None else self.__twinkle_serving.version
+        return f"rollout, version {version}" if version else "rollout"
 
     def checkpoint_target(self) -> Any:
         """What holds the weights. Default: ``self.llm``, else ``self.model``."""

@@ -10,6 +10,7 @@ import torch
 from twinkle_ray.checking import process_facts
 from twinkle_ray.checkpoint_engine import DEFAULT_TIMEOUT_S, metadata_of, rendezvous_of
 from twinkle_ray.errors import ConfigError, UnsupportedActor
+from twinkle_ray.naming import actor_repr
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.sources import NamedWeights
 from twinkle_ray.training import Training
@@ -32,6 +33,13 @@ class TrainActorMixin:
     """``TWINKLE_GLOO`` ... where the caller does not say; ``None``: the one for the model's device."""
 
     __twinkle_training: Training | None = None
+
+    def __repr__(self) -> str:
+        return actor_repr(self, super().__repr__)
+
+    def __twinkle_role(self) -> str:
+        rank = None if self.__twinkle_training is None else self.__twinkle_training.rank
+        return "trainer" if rank is None else f"trainer, rank {rank}"
 
     def checkpoint_model(self) -> torch.nn.Module:
         """The module whose parameters and persistent buffers are synced. Default: ``self.model``."""

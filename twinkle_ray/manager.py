@@ -30,6 +30,7 @@ from twinkle_ray.errors import (
     mismatch,
 )
 from twinkle_ray.manifest import Manifest, agree_cuts, agree_dtypes
+from twinkle_ray.naming import named
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.replica import BACKENDS, Replica, Trainer, actor_key, find, replicas_of, trainers_of
 from twinkle_ray.rounds import Call, Op, Round
@@ -47,6 +48,7 @@ from twinkle_ray.types import (
     TrainerStatus,
     VerifyReport,
 )
+from twinkle_ray.watching import Watch
 
 logger = logging.getLogger("twinkle_ray")
 
@@ -175,6 +177,8 @@ class CheckpointEngineManager:
         self._version = 0
         self._closed = False
         self._busy = threading.Lock()
+        self._watch = Watch()
+        self._watch.members([r.name for r in self._replicas])
         if adapters is not None and self._has_mixins():
             self._check_lora(adapters)
 
@@ -229,9 +233,9 @@ class CheckpointEngineManager:
                 f"adapter={adapter!r} needs actors with twinkle_ray.mixins and another mode than 'naive'; these can be "
                 "sent the active adapter only, with merge_and_sync=False"
             )
-        with self._alone():
+        with self._alone(), self._watch.sync([r.name for r in self._replicas]) as sync:
             start = time.perf_counter()
-            phases: dict[str, float] = {}
+            phases = sync.phases
             if self.is_colocated:
                 with _timed(phases, "sleep"):
                     self._sleep_all()
@@ -243,8 +247,9 @@ class CheckpointEngineManager:
                 report = self._sync_group(wanted, in_flight, phases, start)
             else:
                 report = self._sync_classic(merge_and_sync, phases, start)
-            logger.info("%s", report)
-            return report
+            sync.report = report
+        self._watch.log.info("%s", report)
+        return report
 
     async def sync_weights_async(
         self, merge_and_sync: bool = True, *, adapter: str | None = None, in_flight: str = "wait"
@@ -277,6 +282,7 @@ class CheckpointEngineManager:
                 self._round("prepare", Deadline.after(self.timeout_s)).run({replica.name: op})
             self._ever += 1
             self._replicas = (*self._replicas, replica)
+            self._watch.members([r.name for r in self._replicas])
             self._last = None  # so that everyone is asked
             return replica.name
 
@@ -316,6 +322,7 @@ class CheckpointEngineManager:
         self._replicas = tuple(replica for replica in self._replicas if replica.name not in names)
         for name in names:
             self._sleeping.pop(name, None)
+        self._watch.members([r.name for r in self._replicas])
         self._forget()
 
     def _dead_rollouts(self) -> list[str]:
@@ -429,6 +436,7 @@ class CheckpointEngineManager:
                 ],
             )
         self._forget()
+        self._watch.close()
 
     def __enter__(self) -> CheckpointEngineManager:
         return self
@@ -507,12 +515,14 @@ class CheckpointEngineManager:
                 self._forget()
                 dead = self._dead_rollouts() if self._on_dead == "drop" else []
                 if dead and len(dead) < len(self._replicas) and not deadline.expired:
-                    logger.warning("%s: dropped, because its actor is dead (%s)", ", ".join(dead), error)
+                    self._watch.log.warning("%s: dropped, because its actor is dead (%s)", ", ".join(dead), error)
                     self._drop(dead)
                     dropped += dead
                     continue
                 late = error.actors if isinstance(error, SyncTimeout) else ()
-                error.versions = self._ask_rollouts("weights_version", late)
+                statuses: dict[str, RolloutStatus | None] = self._ask_rollouts("checkpoint_status", late)
+                error.versions = {name: None if held is None else held.version for name, held in statuses.items()}
+                self._watch.asked(statuses)
                 raise
             except BaseException:
                 # Refused input leaves the group as it is, if it stands; an interrupt in the transfer does not.
@@ -572,13 +582,13 @@ class CheckpointEngineManager:
             with _timed(phases, "transfer"):
                 results = self._transfer(self._version + 1, sending, in_flight, set(), deadline, after=self._version)
         except NotAgreed as error:
-            logger.info("agreeing anew: %s", error)
+            self._watch.log.info("agreeing anew: %s", error)
             self._forget()
             phases["refused"] = phases.pop("transfer")
             return None
         if results[self._trainers[0].name]["outdated"]:
             # Every rollout holds one whole version of what was agreed, but that is not all of the model any more.
-            logger.info("agreeing anew: the trainer's model has got other names or more tensors")
+            self._watch.log.info("agreeing anew: the trainer's model has got other names or more tensors")
             self._agreed = self._last = None
             phases["outdated"] = phases.pop("transfer")
             return None
@@ -710,6 +720,7 @@ class CheckpointEngineManager:
             members[member.name] = Op(handle=member.handle, op="connect", request=request)
         self._round("init", deadline, made, metadata["group"]).run(members)
         self._group = _Group(name=metadata["group"], mode=mode, topology=made, pids=pids)
+        self._watch.grouped()
 
     def _agree(self, trainers: dict[str, TrainerStatus], deadline: Deadline, *, merge: bool) -> None:
         self._agreed = None
@@ -775,6 +786,7 @@ class CheckpointEngineManager:
         agreed = self._agreed if sending.base is not None else None
         one = self._adapters[sending.adapter] if sending.adapter is not None else None
         left = deadline.remaining()
+        self._watch.sending(version)
         alone = base = adapter = None
         if agreed is not None:
             manifest = agreed.wire.as_json() if "base" in fresh else None
@@ -815,7 +827,7 @@ class CheckpointEngineManager:
             t.name: Call(
                 # One argument: each is a Ray object of its own, which takes some 30 us at either end.
                 ref=functools.partial(
-                    t.handle.send_checkpoint_weights.remote,
+                    named(t.handle.send_checkpoint_weights, "twinkle.send").remote,
                     agreed={
                         "digest": None if agreed is None else agreed.wire.digest,
                         "bucket_size": self.bucket_size,
@@ -851,7 +863,7 @@ class CheckpointEngineManager:
         names = idle_lora(rollouts)
         if names and not self._warned:
             self._warned = True
-            logger.warning(
+            self._watch.log.warning(
                 "%s: vLLM has enable_lora=True, but merged weights need no LoRA in the engine, which costs memory and "
                 "speed; make it with enable_lora=False unless adapters are sent too",
                 ", ".join(names),
@@ -923,7 +935,8 @@ class CheckpointEngineManager:
                 with contextlib.suppress(Exception):
                     handle.abort_checkpoint.remote(reason, group)
 
-        return Round(phase, deadline, release=release if made is not None else None, owner=owner)
+        release_with = release if made is not None else None
+        return Round(phase, deadline, release=release_with, owner=owner, seen=self._watch.polled)
 
     def _ask_rollouts(self, method: str, late: Sequence[str] = ()) -> dict[str, Any]:
         """What each rollout answers within a second, or within 0.2 s if it is known to be late; ``None`` for one that
@@ -992,7 +1005,8 @@ class CheckpointEngineManager:
 @contextlib.contextmanager
 def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
+    phases[name] = phases.pop(name, 0.0)  # the last one is the one that runs
     try:
         yield
     finally:
-        phases[name] = phases.get(name, 0.0) + time.perf_counter() - start
+        phases[name] += time.perf_counter() - start

@@ -30,6 +30,7 @@ from twinkle_ray.errors import (
     first_cause,
     vagueness,
 )
+from twinkle_ray.naming import named
 from twinkle_ray.types import Deadline, OpState, OpStatus
 
 _SLICE_S = 0.2
@@ -74,6 +75,7 @@ class _Waiting:
     kind: str  # call | poll
     handle: Any = None
     key: str = ""
+    op: str = ""
     sent: float = 0.0
 
 
@@ -85,6 +87,7 @@ class Round:
         deadline: of the whole sync.
         release: called once at the first failure with a reason; tells the other members to give up.
         owner: names the member that holds a rank of the group (``rank 2`` -> ``rollout[1]``).
+        seen: called with each answer of a member that was polled.
     """
 
     def __init__(
@@ -94,8 +97,10 @@ class Round:
         *,
         release: Callable[[str], None] | None = None,
         owner: Callable[[str], str] | None = None,
+        seen: Callable[[str, OpStatus], None] | None = None,
     ) -> None:
         self.phase = phase
+        self._seen = seen
         self._deadline = deadline
         self._release = release
         self._owner = owner or (lambda name: name)
@@ -171,12 +176,14 @@ class Round:
             self._pending[member.ref() if callable(member.ref) else member.ref] = _Waiting(name, "call")
             return
         key = f"{_session}-{next(_keys)}"
-        start = member.handle.start_checkpoint.remote(key, member.op, member.request, _SLICE_S)
-        self._pending[start] = _Waiting(name, "poll", member.handle, key, time.monotonic())
+        start = named(member.handle.start_checkpoint, f"twinkle.{member.op}")
+        ref = start.remote(key, member.op, member.request, _SLICE_S)
+        self._pending[ref] = _Waiting(name, "poll", member.handle, key, member.op, time.monotonic())
 
     def _poll(self, waiting: _Waiting) -> None:
         waiting.sent = time.monotonic()
-        self._pending[waiting.handle.poll_checkpoint.remote(waiting.key, _SLICE_S)] = waiting
+        poll = named(waiting.handle.poll_checkpoint, f"twinkle.{waiting.op}.poll")
+        self._pending[poll.remote(waiting.key, _SLICE_S)] = waiting
 
     def _step(self, settle: float | None) -> None:
         now = time.monotonic()
@@ -221,6 +228,8 @@ class Round:
             self._fail(waiting.name, SyncError(f"it answered {value!r}, which says nothing of its operation"), "")
         else:
             status = value
+            if self._seen is not None:
+                self._seen(waiting.name, status)
             if status.state is OpState.FAILED:
                 cause = status.error or SyncError(f"{status.op} failed")
                 self._fail(waiting.name, cause, str(getattr(cause, "twinkle_traceback", "")))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +117,52 @@ def stocked(reused: Any, stage: Stage) -> Iterator[Any]:
     yield make
     for actor in others:
         ray.kill(actor)
+
+
+class Program:
+    """A child process that prints JSON lines and reads commands.
+
+    Attributes:
+        said: what it printed first.
+    """
+
+    def __init__(self, root: Path, log: Path, *arguments: str, **env: str) -> None:
+        self.log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                cwd=root,
+                env={**os.environ, "PYTHONPATH": str(root), **env},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self.said: dict[str, Any] = self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()[-4000:]
+        heard: dict[str, Any] = json.loads(line)
+        return heard
+
+    def tell(self, command: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self.hear()
+
+    def end(self) -> None:
+        """Let it end by itself, or kill it."""
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self.process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(timeout=30)
 
 
 def npu_runtime_env(root: Path, library: Path) -> dict[str, Any]:
