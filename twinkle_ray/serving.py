@@ -952,11 +952,16 @@ class Serving:
         """
         require_tags(tags)
         asleep = await self.target.asleep()
-        # vLLM wakes none of them if one is awake.
         wanted = [tag for tag in asleep if tags is None or tag in tags]
-        if wanted:
-            await self.target.wake_up(None if len(wanted) == len(asleep) else wanted)
-        self._asleep = tuple(await self.target.asleep())
+        if "weights" in asleep and "weights" not in wanted and wanted and self.target.losses != self.target.healed:
+            # An old vLLM would copy saved buffers into weights that are not there.
+            raise ConfigError("this rollout slept at level 2; wake its weights before, or with, its KV cache")
+        try:
+            # One by one, so that vLLM's book is right after a failure; and it wakes none of several if one is awake.
+            for tag in sorted(wanted, reverse=True):
+                await self.target.wake_up([tag])
+        finally:
+            self._asleep = tuple(await self.target.asleep())
         return self._asleep
 
 

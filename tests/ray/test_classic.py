@@ -274,7 +274,8 @@ def test_sync_and_wake_is_the_whole_cycle_and_offloads_before_the_cache_wakes(lo
     assert order(log) == cycle
     manager.sync_and_wake(offload=True)
     manager.reload_trainers()
-    assert order(log)[len(cycle) :] == ["sleep", "wake_up", "merge", "offload", "update", "unmerge", "wake_up", "reload"]
+    offloaded = ["sleep", "wake_up", "merge", "offload", "update", "unmerge", "wake_up", "reload"]
+    assert order(log)[len(cycle) :] == offloaded
     assert set(calls(log, "wake_up").values()) == {None}
 
 
