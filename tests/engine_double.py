@@ -19,6 +19,7 @@ Rules, of which those with a star are vLLM's own:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import sys
@@ -128,7 +129,7 @@ class Core:
         self.model_executor = self
         self.device, self.sizes = device, {"weights": weights, "kv_cache": kv_cache}
         self.paused = False
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
         self.dead = ""
         self.cache: dict[Any, torch.Tensor] = {}
         self.faults: list[str] = []
@@ -154,14 +155,15 @@ class Core:
     def sleep(self, level: int = 1, mode: str = "abort") -> list[Any]:
         """Outputs of requests that were ended."""
         assert mode in ("abort", "wait", "keep"), mode
-        ended = self.stop(mode)
-        self.paused = True
-        if level and "weights" not in self.sleeping_tags:
-            tags = set(TAGS) - self.sleeping_tags
-            self.note("sleep", -sum(self.sizes[tag] for tag in tags))
-            self.worker.sleep(level)
-            self.sleeping_tags |= tags
-        return ended
+        with self.lock:
+            ended = self.stop(mode)
+            self.paused = True
+            if level and "weights" not in self.sleeping_tags:
+                tags = set(TAGS) - self.sleeping_tags
+                self.note("sleep", -sum(self.sizes[tag] for tag in tags))
+                self.worker.sleep(level)
+                self.sleeping_tags |= tags
+            return ended
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
         if tags is not None and set(tags) - {*TAGS, "scheduling"}:
@@ -190,6 +192,8 @@ class Core:
     def compute(self) -> list[Any]:
         """One step of every running request; those that ended."""
         with self.lock:
+            if self.paused:
+                return []
             for tag in TAGS:
                 self.require(tag, "a request is computed")
             ended = []
@@ -261,6 +265,8 @@ class Engine:
 
     def __init__(self, core: Core, *, child: bool, lora: bool) -> None:
         self.core, self.child = core, child
+        if not child:  # nothing but the door keeps a step and a sleep apart
+            core.lock = contextlib.nullcontext()
         self.engine_core = SimpleNamespace() if child else SimpleNamespace(engine_core=core)
         self.engine_core.abort_requests = lambda names: [core.running.pop(name, None) for name in names]
         self.vllm_config = config(lora)
@@ -278,7 +284,7 @@ class Engine:
             self.vain = self.vain + 1 if self.core.paused else 0
             if self.vain > 100:
                 raise TimeoutError("nobody would ever compute this request")
-            ended = [] if self.core.paused else self.core.compute()
+            ended = self.core.compute()
         return list(self.output_processor.process_outputs(ended).request_outputs)
 
     def has_unfinished_requests(self) -> bool:
@@ -348,8 +354,7 @@ class AsyncLLM:
             vain = vain + 1 if self.core.paused else 0
             if vain > 100:
                 raise TimeoutError("nobody would ever compute this request")
-            if not self.core.paused:
-                self.take(self.core.compute())
+            self.take(self.core.compute())
             await asyncio.sleep(0.002)
         (output,) = self.output_processor.process_outputs([self.ended.pop(request_id)]).request_outputs
         yield output

@@ -446,10 +446,11 @@ class LLMEngine(_Adapters):
     def _note_sleep(self, *args: Any, **kwargs: Any) -> Any:
         level = kwargs.get("level", args[0] if args else 1)
         mode = kwargs.get("mode", args[1] if len(args) > 1 else "abort")
-        if self._in_process and level and mode == "abort" and not self.door.idle:
-            self.door.abort()  # vLLM would forget them, and their callers wait for ever
         try:
-            result = self._core_sleep(*args, **kwargs)
+            with self.door.lock if self._in_process else contextlib.nullcontext():  # not beside a step
+                if self._in_process and level and mode == "abort":
+                    self.door.abort()  # vLLM would forget them, and their callers wait for ever
+                result = self._core_sleep(*args, **kwargs)
         except BaseException:
             self._sleep_failed, self._sleep_known = True, False
             raise
