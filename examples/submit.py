@@ -1,6 +1,6 @@
-"""Start a local Ray, run ``rlhf_grpo.py`` in it through ``ray job submit``, and end all that was started.
+"""Start a local Ray, run an example in it through ``ray job submit``, and end all that was started.
 
-    python examples/submit.py [--out DIR] [options of rlhf_grpo.py]
+    python examples/submit.py [--example rlhf_grpo] [--out DIR] [options of the example]
 
 On a cluster that runs already, ``ray job submit --working-dir . -- python examples/rlhf_grpo.py`` is enough.
 """
@@ -126,10 +126,13 @@ def stop(head: psutil.Popen) -> None:
 def main() -> int:
     """Run the example in a Ray of its own and pass on its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "rlhf_grpo", help="folder for the chart and figures")
+    examples = ("rlhf_grpo", "rlhf_colocated")
+    parser.add_argument("--example", choices=examples, default=examples[0], help="which one (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="folder for what it leaves (default: out/ and its name)")
     args, passed_on = parser.parse_known_args()
+    out = args.out or ROOT / "out" / args.example
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    entrypoint = ["python", "examples/rlhf_grpo.py", "--out", str(args.out.resolve()), *passed_on]
+    entrypoint = ["python", f"examples/{args.example}.py", "--out", str(out.resolve()), *passed_on]
     try:
         with local_ray() as (address, environ):
             command = [str(BIN / "ray"), "job", "submit", "--address", address, "--working-dir", ".", "--", *entrypoint]

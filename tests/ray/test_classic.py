@@ -281,6 +281,8 @@ def test_sync_and_wake_is_the_whole_cycle_and_offloads_before_the_cache_wakes(lo
 
 def test_naive_mode_offloads_updates_reloads_and_unmerges(log: Any) -> None:
     trainers, replicas = setting(log)
+    with pytest.raises(ConfigError, match=r"needs a train_group.*of actors with twinkle_ray\.mixins one is made"):
+        CheckpointEngineManager(trainers, replicas, weight_sync_mode="naive", is_colocated=True)
     group = TrainGroup(log, "group", slow=0.0)
     manager = CheckpointEngineManager(
         trainers, replicas, weight_sync_mode="naive", is_colocated=True, train_group=group

@@ -90,6 +90,20 @@ def test_twelve_steps_sync_after_each_and_leave_chart_figures_and_no_process(roo
     assert run.alive() == []
 
 
+def test_trainer_and_rollout_in_one_bundle_take_turns(root: Path, tmp_path: Path) -> None:
+    run = Run(root, tmp_path, "--example", "rlhf_colocated", "--steps", "4", "--offload")
+
+    code, output = run.wait()
+
+    assert code == 0, output
+    assert "this engine has no sleep mode" in output
+    assert "verified: the rollout holds the trainer's weights, bit for bit" in output
+    steps = json.loads((tmp_path / "rlhf_colocated.json").read_text())["steps"]
+    assert [row["version"] for row in steps] == [2, 3, 4, 5]
+    assert steps[-1]["reward"] > steps[0]["reward"]
+    assert run.alive() == []
+
+
 def test_a_job_that_fails_fails_the_caller(root: Path, tmp_path: Path) -> None:
     run = Run(root, tmp_path, "--rollouts", "0")
 
