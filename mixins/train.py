@@ -33,6 +33,7 @@ class TrainActorMixin:
     """``TWINKLE_GLOO`` ... where the caller does not say; ``None``: the one for the model's device."""
 
     __twinkle_training: Training | None = None
+    __twinkle_device: torch.device | None = None
 
     def __repr__(self) -> str:
         return actor_repr(self, super().__repr__)
@@ -200,6 +201,47 @@ class TrainActorMixin:
         """
         return self.__training().peft_config(adapter)
 
+    # --- one device for trainer and rollout --------------------------------------------------------------------
+
+    def release_cached_memory(self) -> None:
+        """Give memory back to the device that torch's allocator keeps and nobody uses."""
+        _empty_cache(self.__training().endpoint.device)
+
+    def offload_to_cpu(self) -> None:
+        """Move the model of :meth:`checkpoint_model` to the CPU, with its gradients. Parameters stay the same objects.
+
+        Nothing, if it is there. Override it, and :meth:`reload_to_gpu`, to move an optimizer's state as well. A method
+        of this name in another base class of the actor takes its place.
+
+        Raises:
+            UnsupportedActor: the model is on several devices.
+        """
+        inherited = getattr(super(), "offload_to_cpu", None)
+        if inherited is not None:
+            inherited()
+            return
+        model = self.checkpoint_model()
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        if devices == {torch.device("cpu")}:
+            return
+        if len(devices) > 1:
+            raise UnsupportedActor(
+                f"{type(self).__name__}'s model is on {', '.join(sorted(map(str, devices)))}, and its tensors' places "
+                "are not kept; override offload_to_cpu() and reload_to_gpu()"
+            )
+        (self.__twinkle_device,) = devices
+        model.to("cpu")
+        _empty_cache(self.__twinkle_device)
+
+    def reload_to_gpu(self) -> None:
+        """Move the model back to where :meth:`offload_to_cpu` took it from. Nothing, if it took it from nowhere."""
+        inherited = getattr(super(), "reload_to_gpu", None)
+        if inherited is not None:
+            inherited()
+        elif self.__twinkle_device is not None:
+            self.checkpoint_model().to(self.__twinkle_device)
+            self.__twinkle_device = None
+
     def weights_digest(
         self,
         names: list[str] | None = None,
@@ -232,3 +274,9 @@ class TrainActorMixin:
         from twinkle_ray.backends import backend_for
 
         return asked or self.checkpoint_backend or backend_for(self.__training().endpoint.device.type)
+
+
+def _empty_cache(device: torch.device) -> None:
+    empty = getattr(getattr(torch, device.type, None), "empty_cache", None)
+    if empty is not None:
+        empty()

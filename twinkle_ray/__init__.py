@@ -4,6 +4,7 @@ Inherit :class:`twinkle_ray.mixins.TrainActorMixin` and :class:`twinkle_ray.mixi
 drive them with :class:`CheckpointEngineManager`.
 """
 
+from twinkle_ray.colocated import Placement
 from twinkle_ray.errors import (
     BackendUnavailable,
     ConfigError,
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigError",
     "ManifestMismatch",
     "PeerLost",
+    "Placement",
     "ReplicaReport",
     "ReplicaUnavailable",
     "RolloutStatus",

@@ -8,7 +8,7 @@ what was begun is undone on every path out.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from twinkle_ray import topology
@@ -80,8 +80,9 @@ def sync(
                 )
 
 
-def sync_naive(group: Any, *, merge: bool, base_sync_done: bool, colocated: bool) -> None:
-    """One sync that the train group does itself. Whatever fails, what was merged or offloaded is undone.
+def sync_naive(group: Any, *, merge: bool, base_sync_done: bool, colocated: bool, reload: bool = True) -> Any:
+    """One sync that the train group does itself. Whatever fails, what was merged or offloaded is undone; an undo that
+    fails then is a note on the error.
 
     Args:
         group: the seeds' train group.
@@ -89,18 +90,46 @@ def sync_naive(group: Any, *, merge: bool, base_sync_done: bool, colocated: bool
         base_sync_done: whether the rollouts hold the plain base already; if not, and it is not merged, base and adapter
             are sent, one after the other.
         colocated: free the device before the update and come back after it.
+        reload: whether to come back if all went well.
+
+    Returns:
+        What the group's last ``update_weights`` did.
     """
-    with contextlib.ExitStack() as undo:
+    answer: Any = None
+    undo: list[Callable[[], Any]] = []
+    with _undoing(undo):
         if merge:
-            undo.callback(group.unmerge_lora)
+            undo.append(group.unmerge_lora)
             group.merge_lora()
         if colocated:
-            undo.callback(group.reload_to_gpu)
+            undo.append(group.reload_to_gpu)
             group.offload_to_cpu()
-        if merge or not base_sync_done:
-            _require_success(group.update_weights(adapter_only=False), "train_group", "transfer")
-        if not merge:
-            _require_success(group.update_weights(adapter_only=True), "train_group", "transfer")
+        for adapter_only in ([False] if merge or not base_sync_done else []) + ([] if merge else [True]):
+            answer = group.update_weights(adapter_only=adapter_only)
+            _require_success(answer, "train_group", "transfer")
+        if colocated and not reload:
+            undo.remove(group.reload_to_gpu)
+    return answer
+
+
+@contextlib.contextmanager
+def _undoing(steps: list[Callable[[], Any]]) -> Iterator[None]:
+    """Take all steps, the last one first, on every path out. The first error is raised, the later ones are notes."""
+    first: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        first = error
+    for step in reversed(steps):
+        try:
+            step()
+        except Exception as late:
+            if first is None:
+                first = late
+            else:
+                first.add_note(f"then {getattr(step, '__name__', step)} failed: {type(late).__name__}: {late}")
+    if first is not None:
+        raise first
 
 
 def _require_success(answer: Any, who: str, phase: str) -> None:

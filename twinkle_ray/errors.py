@@ -114,10 +114,12 @@ class SyncError(TwinkleRayError):
     """A sync that did not complete.
 
     Attributes:
-        phase: ``prepare | init | agree | transfer``; of other calls ``verify | sleep | wake_up``; of an endpoint alone
-            also ``connect``; with actors that have only the seeds' methods also ``merge | unmerge | finalize``.
+        phase: ``prepare | init | agree | transfer``; of other calls ``verify | sleep | wake_up | offload``; of an
+            endpoint alone also ``connect``; with actors that have only the seeds' methods also ``merge | unmerge |
+            finalize``.
         actors: who failed, as the manager names them: ``trainer[0]``, ``rollout[2]``.
         versions: weights version per rollout after the failure; ``None`` for one that could not be asked.
+        asleep: memory tags that sleep per rollout after a failure to sleep or wake, likewise.
         cause_type: class name of the original error, ``""`` if there is none.
         cause_traceback: the original error's traceback as text, ``""`` if there is none.
     """
@@ -136,6 +138,7 @@ class SyncError(TwinkleRayError):
         self.phase = phase
         self.actors = actors
         self.versions = dict(versions or {})
+        self.asleep: dict[str, tuple[str, ...] | None] = {}
         self.cause_type = cause_type
         self.cause_traceback = cause_traceback
 

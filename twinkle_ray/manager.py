@@ -9,15 +9,16 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from twinkle_ray import classic, topology
 from twinkle_ray.checking import CheckReport
+from twinkle_ray.colocated import TrainGroup
 from twinkle_ray.dry_run import dry_run
 from twinkle_ray.errors import (
     ConfigError,
@@ -32,9 +33,10 @@ from twinkle_ray.errors import (
 from twinkle_ray.manifest import Manifest, agree_cuts, agree_dtypes
 from twinkle_ray.naming import named
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
-from twinkle_ray.replica import BACKENDS, Replica, Trainer, actor_key, find, replicas_of, trainers_of
+from twinkle_ray.replica import BACKENDS, Replica, Trainer, actor_key, find, has_method, replicas_of, trainers_of
 from twinkle_ray.rounds import Call, Op, Round
 from twinkle_ray.sending import Sending, Wanted, decide, disagreements, idle_lora, require_lora
+from twinkle_ray.sleepers import Asleep, Sleepers
 from twinkle_ray.topology import Topology
 from twinkle_ray.types import (
     MERGED,
@@ -51,6 +53,8 @@ from twinkle_ray.types import (
 from twinkle_ray.watching import Watch
 
 logger = logging.getLogger("twinkle_ray")
+
+_T = TypeVar("_T")
 
 MODES = ("auto", *BACKENDS, "naive")
 IN_FLIGHT = ("wait", "abort", "keep")
@@ -101,9 +105,11 @@ class CheckpointEngineManager:
             ``train_group`` moves the weights itself).
         is_colocated: trainers and rollouts share devices: each sync puts the rollouts to sleep first and wakes their
             weights.
-        sleep_level: how deep they sleep; 2 is capped to 1 if colocated.
+        sleep_level: how deep they sleep: 1, the weights go to host memory; 2, they are discarded, and the rollout
+            serves nobody before a sync has brought them back (capped to 1 if colocated); 0, they stay awake, for
+            engines without a sleep mode.
         train_group: for ``naive``: has ``merge_lora``, ``unmerge_lora``, ``offload_to_cpu``, ``reload_to_gpu`` and
-            ``update_weights(adapter_only=)``.
+            ``update_weights(adapter_only=)``. ``None``: a :class:`~twinkle_ray.colocated.TrainGroup` of the trainers.
         bucket_size: bytes of one chunk on the wire at most.
         timeout_s: seconds that one sync may take.
         adapters: whether LoRA adapters will be sent alone (``merge_and_sync=False``, or by name). If it is said, vLLM's
@@ -146,8 +152,6 @@ class CheckpointEngineManager:
             raise ConfigError(f"on_dead_rollout is {on_dead_rollout!r}; it must be one of {', '.join(ON_DEAD)}")
         if sleep_level < 0:
             raise ConfigError(f"sleep_level is {sleep_level}, but it must be 0, 1 or 2")
-        if weight_sync_mode == "naive" and train_group is None:
-            raise ConfigError("weight_sync_mode='naive' needs a train_group, the object that moves the weights itself")
         self._trainers: tuple[Trainer, ...] = trainers_of(train_actors)
         self._replicas: tuple[Replica, ...] = replicas_of(rollout_replicas)
         self._ever = len(self._replicas)
@@ -163,7 +167,15 @@ class CheckpointEngineManager:
         self.sleep_level = sleep_level
         self.bucket_size = bucket_size
         self.timeout_s = timeout_s
-        self._mode = weight_sync_mode
+        self._naive = weight_sync_mode == "naive"
+        if self._naive and train_group is None:
+            if not self._has_mixins():
+                raise ConfigError(
+                    "weight_sync_mode='naive' needs a train_group, the object that moves the weights itself; of actors "
+                    "with twinkle_ray.mixins one is made"
+                )
+            train_group = TrainGroup(lambda: self.train_actors, timeout_s=timeout_s)
+        self._mode = "auto" if self._naive else weight_sync_mode
         self._train_group = train_group
         self._held = ""  # kind of the base, by our own count for actors that cannot be asked
         self._plain_version = 0  # likewise
@@ -171,7 +183,7 @@ class CheckpointEngineManager:
         self._last: Sending | None = None
         self._default: str | None = None
         self._warned = False
-        self._sleeping: dict[str, set[str]] = {}
+        self._sleepers = Sleepers()
         self._group: _Group | None = None
         self._agreed: _Agreed | None = None
         self._version = 0
@@ -225,31 +237,101 @@ class CheckpointEngineManager:
             ReplicaUnavailable: a rollout's engine is asleep; no byte was sent.
             SyncError: the sync failed; says in which phase and because of whom. All members are released, and the
                 next call starts with a new group.
+
+        In colocated mode the rollouts' KV caches sleep afterwards, and they refuse requests until
+        ``wake_up_rollout(["kv_cache"])``; :meth:`sync_and_wake` does that too.
+        """
+        with self._alone():
+            return self._sync(merge_and_sync, adapter, in_flight, whole=False, offload=False)
+
+    def sync_and_wake(
+        self,
+        merge_and_sync: bool = True,
+        *,
+        adapter: str | None = None,
+        in_flight: str = "wait",
+        offload: bool = False,
+    ) -> SyncReport:
+        """:meth:`sync_weights`, after which every rollout is awake and serves.
+
+        The order keeps the peak of memory low: the trainers' caches are let go before weights wake, and KV caches wake
+        last, when the trainers' weights have been read (and offloaded).
+
+        Args:
+            merge_and_sync, adapter, in_flight: as :meth:`sync_weights`'.
+            offload: move the trainers' models to the CPU before KV caches wake; :meth:`reload_trainers` brings them
+                back.
+
+        Raises:
+            SyncError: as :meth:`sync_weights`'; or a rollout did not wake. What sleeps then sleeps on, as ``asleep`` on
+                the error says, and the call can be made again.
+        """
+        with self._alone():
+            return self._sync(merge_and_sync, adapter, in_flight, whole=True, offload=offload)
+
+    def _sync(
+        self, merge_and_sync: bool, adapter: str | None, in_flight: str, *, whole: bool, offload: bool
+    ) -> SyncReport:
+        """
+        Args:
+            whole: whether everything is to be awake afterwards.
         """
         if in_flight not in IN_FLIGHT:
             raise ConfigError(f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT)}")
-        if adapter is not None and (self._mode == "naive" or not self._has_mixins()):
+        if self.is_colocated and self.sleep_level and in_flight == "keep":
+            raise ConfigError(
+                "in_flight='keep' is not for colocated mode: the KV caches of frozen requests are dropped when the "
+                "rollouts sleep; use 'wait' or 'abort'"
+            )
+        if adapter is not None and (self._naive or not self._has_mixins()):
             raise ConfigError(
                 f"adapter={adapter!r} needs actors with twinkle_ray.mixins and another mode than 'naive'; these can be "
                 "sent the active adapter only, with merge_and_sync=False"
             )
-        with self._alone(), self._watch.sync([r.name for r in self._replicas]) as sync:
-            start = time.perf_counter()
+        start = time.perf_counter()
+        deadline = Deadline.after(self.timeout_s)
+        dropped: list[str] = []
+        with self._watch.sync([r.name for r in self._replicas]) as sync:
             phases = sync.phases
-            if self.is_colocated:
+            if self.is_colocated or whole:
                 with _timed(phases, "sleep"):
-                    self._sleep_all()
-                    self._wake_all(["weights"])
-            if self._mode == "naive":
-                report = self._sync_naive(merge_and_sync, phases, start)
+                    self._make_ready(in_flight, deadline, dropped)
+            if self._naive:
+                report = self._sync_naive(merge_and_sync, in_flight, phases, start, deadline, offload=offload)
             elif self._has_mixins():
                 wanted = Wanted(merge=merge_and_sync and adapter is None, adapter=adapter)
-                report = self._sync_group(wanted, in_flight, phases, start)
+                report = self._sync_group(wanted, in_flight, phases, start, deadline)
             else:
                 report = self._sync_classic(merge_and_sync, phases, start)
-            sync.report = report
+            if whole:
+                try:
+                    if offload and not self._naive:
+                        with _timed(phases, "offload"):
+                            self._call_trainers("offload_to_cpu", deadline)
+                    with _timed(phases, "wake_up"):
+                        self._or_drop(lambda: self._sleepers.wake_up(self._replicas, None, deadline), dropped, deadline)
+                except SyncError as error:
+                    text = f"{error}; the weights themselves are synced, as version {report.version}"
+                    error.args = (text, *error.args[1:])
+                    error.versions = dict.fromkeys((r.name for r in self._replicas), report.version)
+                    raise
+                report = replace(report, seconds=time.perf_counter() - start)
+            sync.report = report = replace(report, dropped=(*dropped, *report.dropped))
         self._watch.log.info("%s", report)
         return report
+
+    async def sync_and_wake_async(
+        self,
+        merge_and_sync: bool = True,
+        *,
+        adapter: str | None = None,
+        in_flight: str = "wait",
+        offload: bool = False,
+    ) -> SyncReport:
+        """:meth:`sync_and_wake` for drivers with an event loop, which stays free meanwhile."""
+        return await asyncio.to_thread(
+            self.sync_and_wake, merge_and_sync, adapter=adapter, in_flight=in_flight, offload=offload
+        )
 
     async def sync_weights_async(
         self, merge_and_sync: bool = True, *, adapter: str | None = None, in_flight: str = "wait"
@@ -321,7 +403,7 @@ class CheckpointEngineManager:
     def _drop(self, names: Sequence[str]) -> None:
         self._replicas = tuple(replica for replica in self._replicas if replica.name not in names)
         for name in names:
-            self._sleeping.pop(name, None)
+            self._sleepers.forget(name)
         self._watch.members([r.name for r in self._replicas])
         self._forget()
 
@@ -448,62 +530,103 @@ class CheckpointEngineManager:
 
     # --- sleep -------------------------------------------------------------------------------------------------
 
-    def sleep_rollout(self) -> None:
-        """Put the rollouts that are awake to sleep, at ``sleep_level``."""
+    def sleep_rollout(self, *, in_flight: str = "wait") -> None:
+        """Put the rollouts that are awake to sleep, at ``sleep_level``; with 0 they stay awake.
+
+        Args:
+            in_flight: what happens to requests that run: ``wait`` for them, or ``abort`` them.
+
+        Raises:
+            ConfigError: a rollout has no sleep mode; then nobody was put to sleep.
+            SyncError: some failed; the others sleep. It says who is in which state, and the call can be made again.
+        """
+        if in_flight not in IN_FLIGHT or in_flight == "keep":
+            raise ConfigError(f"in_flight is {in_flight!r}; before a sleep it must be 'wait' or 'abort'")
         with self._alone():
-            self._sleep_all()
+            if self.sleep_level:
+                deadline = Deadline.after(self.timeout_s)
+                self._sleepers.sleep(
+                    self._replicas, self.sleep_level, in_flight=in_flight, parts=False, deadline=deadline
+                )
 
     def wake_up_rollout(self, tags: Sequence[str] | None = None) -> None:
-        """Wake the rollouts that sleep, wholly or only these tags (``weights``, ``kv_cache``)."""
+        """Wake the rollouts that sleep, wholly or only these tags (``weights``, ``kv_cache``).
+
+        Raises:
+            ConfigError: there is no such tag.
+            SyncError: some failed; the others are awake. It says who is in which state, and the call can be made again.
+        """
         with self._alone():
-            self._wake_all(list(tags) if tags is not None else None)
+            self._sleepers.wake_up(self._replicas, tags, Deadline.after(self.timeout_s))
 
-    def _sleep_all(self) -> None:
-        awake = [r for r in self._replicas if self._knows(r) or not self._sleeping.get(r.name)]
-        self._each_replica(awake, "sleep", {"level": self.sleep_level})
+    def offload_trainers(self) -> None:
+        """Let the trainers move their models to the CPU, see
+        :meth:`~twinkle_ray.mixins.TrainActorMixin.offload_to_cpu`.
 
-    def _wake_all(self, tags: list[str] | None) -> None:
-        asleep = [r for r in self._replicas if self._knows(r) or self._sleeping.get(r.name)]
-        self._each_replica(asleep, "wake_up", {"tags": tags})
+        Raises:
+            UnsupportedActor: one cannot.
+            SyncError: one failed.
+        """
+        with self._alone():
+            self._call_trainers("offload_to_cpu", Deadline.after(self.timeout_s))
 
-    def _knows(self, replica: Replica) -> bool:
-        """Whether the rollout can be asked if it sleeps. A user's replica object cannot; we remember for it."""
-        return replica.has_mixin and not hasattr(replica.owner, "wake_up")
+    def reload_trainers(self) -> None:
+        """Bring the trainers' models back to their devices. Raises as :meth:`offload_trainers`."""
+        with self._alone():
+            self._call_trainers("reload_to_gpu", Deadline.after(self.timeout_s))
 
-    def _each_replica(self, replicas: list[Replica], action: str, arguments: dict[str, Any]) -> None:
-        deadline = Deadline.after(self.timeout_s)
-        members: dict[str, Call | Op] = {}
-        for replica in replicas:
-            method = getattr(replica.owner, action, None)
-            if method is None:
-                members[replica.name] = Op(handle=replica.handle, op=action, request=arguments)
-                continue
-            ref = method.remote(**arguments) if hasattr(method, "remote") else method(**arguments)
-            if isinstance(ref, ray.ObjectRef):
-                members[replica.name] = Call(ref=ref)
-            else:
-                self._note_sleep(replica.name, action, arguments)
-        done: Iterable[str] = ()
-        try:
-            done = Round(action, deadline).run_each(members)
-        except Exception as error:
-            done = getattr(error, "done", ())
-            raise
-        finally:
-            for name in done:
-                self._note_sleep(name, action, arguments)
+    def _call_trainers(self, method: str, deadline: Deadline) -> None:
+        if self._naive:
+            getattr(self._train_group, method)()
+            return
+        TrainGroup(lambda: self.train_actors, timeout_s=deadline.remaining()).call(method)
 
-    def _note_sleep(self, name: str, action: str, arguments: dict[str, Any]) -> None:
-        if action == "sleep":
-            self._sleeping[name] = {"weights", "kv_cache"}
-        else:
-            tags = arguments["tags"]
-            self._sleeping[name] = set() if tags is None else self._sleeping.get(name, set()) - set(tags)
+    def _make_ready(self, in_flight: str, deadline: Deadline, dropped: list[str]) -> None:
+        """Weights awake, and in colocated mode nothing else.
+
+        Args:
+            dropped: gets the names of rollouts that turn out to be dead and may be dropped.
+        """
+
+        def make_ready() -> None:
+            asleep: Asleep
+            if self.is_colocated and self.sleep_level:
+                asleep = self._sleepers.sleep(
+                    self._replicas, self.sleep_level, in_flight=in_flight, parts=True, deadline=deadline
+                )
+            else:  # of one that does not answer the sync will say so
+                found = self._sleepers.asleep(self._replicas, deadline)
+                asleep = {name: tags or () for name, tags in found.items()}
+            if any("weights" in tags for tags in asleep.values()):
+                self._release_trainers(deadline)
+                self._sleepers.wake_up(self._replicas, ["weights"], deadline)
+
+        self._or_drop(make_ready, dropped, deadline)
+
+    def _release_trainers(self, deadline: Deadline) -> None:
+        """Memory that trainers hold and do not use is wanted by who wakes."""
+        able = [t for t in self._trainers if has_method(t.handle, "release_cached_memory")]
+        calls = {t.name: Call(ref=t.handle.release_cached_memory.remote()) for t in able}
+        Round("sleep", deadline).run(calls)
+
+    def _or_drop(self, act: Callable[[], _T], dropped: list[str], deadline: Deadline) -> _T:
+        """Do it, and again without those who turn out to be dead, if they may be dropped."""
+        while True:
+            try:
+                return act()
+            except SyncError as error:
+                dead = self._dead_rollouts() if self._on_dead == "drop" and self._has_mixins() else []
+                if not dead or len(dead) == len(self._replicas) or deadline.expired:
+                    raise
+                logger.warning("%s: dropped, because its actor is dead (%s)", ", ".join(dead), error)
+                self._drop(dead)
+                dropped += dead
 
     # --- one sync through a group ------------------------------------------------------------------------------
 
-    def _sync_group(self, wanted: Wanted, in_flight: str, phases: dict[str, float], start: float) -> SyncReport:
-        deadline = Deadline.after(self.timeout_s)
+    def _sync_group(
+        self, wanted: Wanted, in_flight: str, phases: dict[str, float], start: float, deadline: Deadline
+    ) -> SyncReport:
         dropped: list[str] = []
         while True:
             try:
@@ -871,14 +994,40 @@ class CheckpointEngineManager:
 
     # --- other ways --------------------------------------------------------------------------------------------
 
-    def _sync_naive(self, merge_and_sync: bool, phases: dict[str, float], start: float) -> SyncReport:
+    def _sync_naive(
+        self,
+        merge_and_sync: bool,
+        in_flight: str,
+        phases: dict[str, float],
+        start: float,
+        deadline: Deadline,
+        *,
+        offload: bool,
+    ) -> SyncReport:
+        group = self._train_group
+        if isinstance(group, TrainGroup) and group.sync is None:
+
+            def sync(merge: bool) -> SyncReport:
+                return self._sync_group(Wanted(merge=merge), in_flight, phases, start, deadline)
+
+            with group.syncing_by(sync):
+                # What the rollouts hold it asks them.
+                report: SyncReport = classic.sync_naive(
+                    group,
+                    merge=merge_and_sync,
+                    base_sync_done=True,
+                    colocated=self.is_colocated or offload,
+                    reload=not offload,
+                )
+            return replace(report, seconds=time.perf_counter() - start)
         held, self._held = self._held, ""  # a failure leaves nobody knows what
         with _timed(phases, "transfer"):
             classic.sync_naive(
                 self._train_group,
                 merge=merge_and_sync,
                 base_sync_done=held == PLAIN,
-                colocated=self.is_colocated,
+                colocated=self.is_colocated or offload,
+                reload=not offload,
             )
         self._held = MERGED if merge_and_sync else PLAIN
         return self._plain_report("naive", phases, start)

@@ -33,6 +33,7 @@ from twinkle_ray.errors import (
     first_cause,
 )
 from twinkle_ray.module_adapters import ModuleAdapters
+from twinkle_ray.residency import no_sleep_mode, require_tags
 from twinkle_ray.sinks import ModuleSink, Piece
 from twinkle_ray.types import MERGED, PLAIN, UNVERIFIABLE, Contents, Deadline, OpState, OpStatus, RolloutStatus
 from twinkle_ray.worker import WorkerSide, unpack_status
@@ -42,7 +43,7 @@ _GRACE_S = 2.0
 _LOOP_SLICE_S = 0.05
 """The same on an event loop, where an abort is heard between two slices."""
 _CONFIGS_KEPT = 64
-_HARMLESS = ("prepare", "facts", "agree", "check_adapter", "digest")
+_HARMLESS = ("prepare", "facts", "agree", "check_adapter", "digest", "residency")
 """Operations that change nothing; a new one need not wait for their end."""
 
 _making = threading.Lock()
@@ -105,6 +106,19 @@ class Target(Protocol):
         """How often it was put to a sleep that discards its weights."""
         ...
 
+    healed: int
+    """How many of these losses a sync has made good. It refuses requests while there are more."""
+
+    @property
+    def sleep_mode(self) -> bool:
+        """Whether it can sleep."""
+        ...
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Memory tags that sleep, as far as is known without asking. It refuses requests while there are any."""
+        ...
+
     async def asleep(self) -> tuple[str, ...]:
         """Memory tags that sleep."""
         ...
@@ -143,10 +157,12 @@ class ModuleTarget:
 
     kind = "module"
     loop: asyncio.AbstractEventLoop | None = None
-    losses = 0
+    losses = healed = 0
     version = 0
     waits = True
     workers = 1
+    sleep_mode = False
+    tags: tuple[str, ...] = ()
 
     def __init__(self, module: torch.nn.Module) -> None:
         adapters = self._adapters = ModuleAdapters(module)
@@ -193,7 +209,7 @@ class ModuleTarget:
         return ()
 
     async def sleep(self, level: int) -> None:
-        raise UnsupportedActor("a plain torch module cannot sleep; only vLLM engines can")
+        raise ConfigError(no_sleep_mode(self.kind))
 
     async def wake_up(self, tags: list[str] | None) -> None:
         pass
@@ -295,7 +311,7 @@ class Serving:
         Args:
             key: the caller's name for it, by which it is polled. Unique.
             op: ``prepare | facts | hold | connect | agree | check_adapter | receive | receive_announced | attach |
-                detach | digest | leave | sleep | wake_up``.
+                detach | digest | leave | residency | sleep | wake_up``.
 
         Raises:
             SyncError: the one that runs does not end, and two must not change the weights at once.
@@ -380,7 +396,8 @@ class Serving:
             version=self.version,
             contents=self.contents,
             updating=bool(active and running and running.op.startswith("receive")),
-            asleep=self._asleep,
+            asleep=self.target.tags,
+            sleep_mode=self.target.sleep_mode,
             group=self._group,
             workers=self.target.workers,
             step=running.step if active and running else 0,
@@ -729,6 +746,7 @@ class Serving:
         self._withheld = ""
         if came.base:
             self._base, self._base_id = came.base, came.base_id
+            self.target.healed = self._losses
         await self.target.resume()
         reports = [s.result for s in statuses]
         parts = {name for r in reports for name in r["seconds"]}
@@ -890,17 +908,60 @@ class Serving:
         self._group = ""
         await self.target.call("leave", timeout_s=30.0)
 
-    async def _sleep(self, running: _Running, level: int) -> tuple[str, ...]:
-        if not await self.target.asleep():
-            await self.target.sleep(level)
-            self._see_losses()
-        self._asleep = tuple(await self.target.asleep())
-        return self._asleep
+    async def _residency(self, running: _Running) -> tuple[tuple[str, ...], str]:
+        """The memory tags that sleep, asked of the engine, and why it cannot sleep, if it cannot."""
+        return tuple(await self.target.asleep()), "" if self.target.sleep_mode else no_sleep_mode(self.target.kind)
+
+    async def _sleep(
+        self, running: _Running, level: int, in_flight: str = "wait", parts: bool = False, timeout_s: float = 300.0
+    ) -> tuple[str, ...]:
+        """Put the engine to sleep; the tags that sleep then. Nothing, if it sleeps already.
+
+        Args:
+            in_flight: what becomes of running requests: ``wait`` for them, or ``abort`` them.
+            parts: whether it is enough that something sleeps.
+
+        Raises:
+            ConfigError: it cannot sleep.
+            SyncTimeout: requests did not end in time; the engine serves on.
+        """
+        if not self.target.sleep_mode:
+            raise ConfigError(no_sleep_mode(self.target.kind))
+        asleep = tuple(await self.target.asleep())
+        if not (asleep if parts else "weights" in asleep):
+            # A door that refuses has nothing behind it that runs, and must go on refusing.
+            serves = self.contents is not Contents.MIXED and not self._withheld
+            if serves:
+                await self._pause(running, in_flight, Deadline.after(timeout_s))
+            try:
+                await self.target.sleep(level)
+            finally:
+                self._see_losses()
+                try:
+                    asleep = self._asleep = tuple(await self.target.asleep())
+                finally:
+                    if serves:  # though not what sleeps: the engine's door sees to that
+                        await self.target.resume()
+        return asleep
 
     async def _wake_up(self, running: _Running, tags: list[str] | None) -> tuple[str, ...]:
-        if await self.target.asleep():
-            await self.target.wake_up(tags)
-        self._asleep = tuple(await self.target.asleep())
+        """Wake what sleeps, all of it or these tags; the tags that sleep on.
+
+        Raises:
+            ConfigError: there is no such tag.
+        """
+        require_tags(tags)
+        asleep = await self.target.asleep()
+        wanted = [tag for tag in asleep if tags is None or tag in tags]
+        if "weights" in asleep and "weights" not in wanted and wanted and self.target.losses != self.target.healed:
+            # An old vLLM would copy saved buffers into weights that are not there.
+            raise ConfigError("this rollout slept at level 2; wake its weights before, or with, its KV cache")
+        try:
+            # One by one, so that vLLM's book is right after a failure; and it wakes none of several if one is awake.
+            for tag in sorted(wanted, reverse=True):
+                await self.target.wake_up([tag])
+        finally:
+            self._asleep = tuple(await self.target.asleep())
         return self._asleep
 
 

@@ -115,6 +115,7 @@ class RolloutStatus:
         adapters: version by name of each LoRA adapter that is held; known after ``prepare``.
         default_adapter: the one that requests are served with which name none; ``None``: the base.
         lora: what a vLLM engine can hold, see :func:`twinkle_ray.vllm.adapters.lora_facts`; empty for a module.
+        sleep_mode: whether it can sleep; not a module, nor a vLLM without ``enable_sleep_mode``.
     """
 
     kind: str
@@ -133,6 +134,7 @@ class RolloutStatus:
     adapters: dict[str, int] = field(default_factory=dict)
     default_adapter: str | None = None
     lora: dict[str, Any] = field(default_factory=dict)
+    sleep_mode: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

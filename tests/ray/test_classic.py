@@ -251,14 +251,38 @@ def test_colocated_sleeps_wakes_the_weights_syncs_and_leaves_the_cache_asleep(
 def test_a_replica_that_fails_to_sleep_does_not_hide_the_one_that_sleeps(log: Any) -> None:
     trainers, replicas = setting(log, {"replica1": "sleep"})
     manager = CheckpointEngineManager(trainers, replicas, weight_sync_mode="nccl")
-    with pytest.raises(ValueError, match="replica1 was told to fail"):
+    told = r"replica1 was told to fail.*now rollout\[0\] asleep \(kv_cache, weights\); rollout\[1\] awake"
+    with pytest.raises(SyncError, match=told) as caught:
         manager.sleep_rollout()
+    assert caught.value.phase == "sleep"
+    assert caught.value.actors == ("rollout[1]",)
+    assert caught.value.cause_type == "ValueError"
+    assert caught.value.asleep == {"rollout[0]": ("kv_cache", "weights"), "rollout[1]": ()}
+    assert overlap(log, "sleep")
     manager.wake_up_rollout()
     assert calls(log, "wake_up") == {"replica0": None}
 
 
+def test_sync_and_wake_is_the_whole_cycle_and_offloads_before_the_cache_wakes(log: Any) -> None:
+    trainers, replicas = setting(log)
+    group = TrainGroup(log, "group", slow=0.0)
+    manager = CheckpointEngineManager(
+        trainers, replicas, weight_sync_mode="naive", is_colocated=True, train_group=group
+    )
+    manager.sync_and_wake()
+    cycle = ["sleep", "wake_up", "merge", "offload", "update", "reload", "unmerge", "wake_up"]
+    assert order(log) == cycle
+    manager.sync_and_wake(offload=True)
+    manager.reload_trainers()
+    offloaded = ["sleep", "wake_up", "merge", "offload", "update", "unmerge", "wake_up", "reload"]
+    assert order(log)[len(cycle) :] == offloaded
+    assert set(calls(log, "wake_up").values()) == {None}
+
+
 def test_naive_mode_offloads_updates_reloads_and_unmerges(log: Any) -> None:
     trainers, replicas = setting(log)
+    with pytest.raises(ConfigError, match=r"needs a train_group.*of actors with twinkle_ray\.mixins one is made"):
+        CheckpointEngineManager(trainers, replicas, weight_sync_mode="naive", is_colocated=True)
     group = TrainGroup(log, "group", slow=0.0)
     manager = CheckpointEngineManager(
         trainers, replicas, weight_sync_mode="naive", is_colocated=True, train_group=group
@@ -282,6 +306,28 @@ def test_naive_mode_undoes_what_it_did_when_a_step_fails(log: Any, where: str) -
     assert "unmerge" in order(log)
     if where != "merge":
         assert order(log)[-2:] == ["reload", "unmerge"]
+    assert manager.base_sync_done is False
+
+
+def test_an_undo_that_fails_is_a_note_and_the_others_are_done(log: Any) -> None:
+    class Broken(TrainGroup):
+        def reload_to_gpu(self) -> None:
+            super().reload_to_gpu()
+            raise OSError("the device is gone")
+
+    trainers, replicas = setting(log)
+    group = Broken(log, "group", fail_at="update", slow=0.0)
+    manager = CheckpointEngineManager(
+        trainers, replicas, weight_sync_mode="naive", is_colocated=True, train_group=group
+    )
+    with pytest.raises(ValueError, match="fail at update") as caught:
+        manager.sync_weights()
+    assert caught.value.__notes__ == ["then reload_to_gpu failed: OSError: the device is gone"]
+    assert order(log)[-2:] == ["reload", "unmerge"]
+    group.fail_at = ""
+    with pytest.raises(OSError, match="the device is gone"):
+        manager.sync_weights()
+    assert order(log)[-2:] == ["reload", "unmerge"]
     assert manager.base_sync_done is False
 
 

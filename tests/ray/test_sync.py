@@ -657,7 +657,6 @@ class TestBadInput:
             ({"timeout_s": float("inf")}, "not endless"),
             ({"timeout_s": float("nan")}, "timeout_s is nan"),
             ({"sleep_level": -1}, "sleep_level is -1"),
-            ({"weight_sync_mode": "naive"}, "needs a train_group"),
         ],
     )
     def test_arguments(self, actors: Any, kwargs: dict[str, Any], message: str) -> None:

@@ -36,6 +36,8 @@ class FakeTarget:
     kind = "fake"
     waits = False
     workers = 2
+    sleep_mode = True
+    healed = 0
 
     def __init__(self, before: list[OpStatus], after_abort: list[OpStatus], loop: Any = None) -> None:
         self.loop = loop

@@ -27,11 +27,11 @@ MARK = "TWINKLE_RAY_TEST_RUN"  # inherited by all that a run starts, however it 
 class Run:
     """One ``examples/submit.py`` in a process of its own."""
 
-    def __init__(self, root: Path, out: Path, *options: str) -> None:
+    def __init__(self, root: Path, out: Path, *options: str, example: str = "rlhf_grpo") -> None:
         self.out = out
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [sys.executable, "examples/submit.py", "--out", str(out), *options],
+            [sys.executable, "examples/submit.py", example, "--out", str(out), *options],
             cwd=root,
             env=os.environ | {MARK: self.mark},
             stdout=subprocess.PIPE,
@@ -88,6 +88,20 @@ def test_twelve_steps_sync_after_each_and_leave_chart_figures_and_no_process(roo
     # fp32 on both sides: had a rollout sampled from other weights than the trainer's, they would differ by far more.
     assert max(row["logprob_gap"] for row in steps) < 1e-4
     assert (tmp_path / "rlhf_grpo.png").read_bytes().startswith(b"\x89PNG")
+    assert run.alive() == []
+
+
+def test_trainer_and_rollout_in_one_bundle_take_turns(root: Path, tmp_path: Path) -> None:
+    run = Run(root, tmp_path, "--steps", "4", "--offload", example="rlhf_colocated")
+
+    code, output = run.wait()
+
+    assert code == 0, output
+    assert "this engine has no sleep mode" in output
+    assert "verified: the rollout holds the trainer's weights, bit for bit" in output
+    steps = json.loads((tmp_path / "rlhf_colocated.json").read_text())["steps"]
+    assert [row["version"] for row in steps] == [2, 3, 4, 5]
+    assert steps[-1]["reward"] > steps[0]["reward"]
     assert run.alive() == []
 
 

@@ -23,6 +23,7 @@ import torch
 
 from twinkle_ray import (
     CheckpointEngineManager,
+    ConfigError,
     ManifestMismatch,
     ReplicaUnavailable,
     SyncError,
@@ -382,13 +383,44 @@ class BadInput:
     def test_the_mend_that_the_error_names_works(self, odd: Bench) -> None:
         odd.sync(2)
         odd.load(1)
-        odd.manager.sleep_rollout()
+        get([r.fall_asleep.remote() for r in odd.rollouts])
         with pytest.raises(ReplicaUnavailable, match=r"wake_up_rollout\(\['weights'\]\)"):
             odd.manager.sync_weights()
+        with pytest.raises(ReplicaUnavailable, match=r"asleep \(kv_cache, weights\).*wake_up_rollout\(\) before"):
+            odd.generate()
         odd.manager.wake_up_rollout(["weights"])
         odd.manager.sync_weights()
-        odd.manager.wake_up_rollout()
+        assert {s.asleep for s in get([r.checkpoint_status.remote() for r in odd.rollouts])} == {("kv_cache",)}
+        with pytest.raises(ReplicaUnavailable, match=r"asleep \(kv_cache\).*wake_up_rollout\(\['kv_cache'\]\) before"):
+            odd.generate()
+        odd.manager.wake_up_rollout(["kv_cache"])
         assert odd.holds(1)
+
+    def test_what_a_deep_sleep_discarded_is_not_served(self, odd: Bench) -> None:
+        odd.sync(2)
+        get([r.fall_asleep.remote(2) for r in odd.rollouts])
+        get([r.get_up.remote() for r in odd.rollouts])
+        assert odd.contents() == [Contents.NONE] * len(odd.rollouts)
+        with pytest.raises(ReplicaUnavailable, match=r"discarded by a sleep at level 2; manager\.sync_weights\(\)"):
+            odd.generate()
+        odd.manager.sync_and_wake()
+        assert odd.holds(2)
+
+    def test_sleep_without_sleep_mode_is_one_sentence_before_anything_happens(self, odd: Bench) -> None:
+        odd.sync(2)
+        versions, sent = odd.versions(), get(odd.trainer.sent.remote())
+        told = r"^rollout\[0\]: made without enable_sleep_mode=True, its vLLM engine cannot sleep.*sleep_level=0"
+        with pytest.raises(ConfigError, match=told):
+            odd.manager.sleep_rollout()
+        with CheckpointEngineManager([odd.trainer], odd.rollouts, is_colocated=True, timeout_s=60) as manager:
+            for call in (manager.sync_weights, manager.sync_and_wake):
+                with pytest.raises(ConfigError, match=told):
+                    call()
+            with pytest.raises(ConfigError, match="there is no tag 'cache' that could wake"):
+                manager.wake_up_rollout(["cache"])
+        assert odd.versions() == versions
+        assert get(odd.trainer.sent.remote()) == sent
+        assert odd.holds(2)
 
 
 class TestInProcess(Follows, InFlight, Fails, BadInput):

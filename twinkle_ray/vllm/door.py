@@ -9,6 +9,8 @@ depends on its state::
     FROZEN    new requests and steps wait
     REFUSED   new requests and steps raise ReplicaUnavailable at once; running requests are gone
 
+In every state a new request is refused at once while the engine is ``unfit``: asleep, or without its weights.
+
 A waiting caller calls ``advance`` meanwhile, so that an actor with a single thread, whose only thread sits in
 ``generate``, still drives the update that it waits for. It gives up with ``ReplicaUnavailable`` after ``wait_s``.
 """
@@ -46,6 +48,7 @@ class Door:
         advance: called by waiting callers again and again with the seconds that it may take.
         wait_s: how long a caller waits for the door to open.
         fill: gives the arguments that a request is really added with, and changes the keyword arguments in place.
+        unfit: why the engine can compute nothing at all now; ``None``: it can.
 
     Attributes:
         lock: held by whoever is inside a guarded method that computes or speaks to workers.
@@ -61,6 +64,7 @@ class Door:
         advance: Callable[[float], None] | None = None,
         wait_s: float = 60.0,
         fill: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]] | None = None,
+        unfit: Callable[[], ReplicaUnavailable | None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.state = DoorState.OPEN
@@ -71,6 +75,7 @@ class Door:
         self._abort = abort
         self._own_core = own_core
         self._fill = fill
+        self._unfit = unfit
         self._moved = threading.Condition()
         self._error: ReplicaUnavailable | None = None
         self._outputs: list[Any] = []
@@ -93,9 +98,11 @@ class Door:
     def add_request(self, *args: Any, **kwargs: Any) -> Any:
         """The engine's ``add_request``, once the door is open."""
         while True:
+            if (why := self._unfit()) is not None:
+                raise why
             self._wait(DoorState.CLOSED, DoorState.FROZEN)
             with self.lock:
-                if self.state is DoorState.OPEN:
+                if self.state is DoorState.OPEN and self._unfit() is None:
                     if self._fill is not None:
                         args = self._fill(args, kwargs)
                     self.used = True
@@ -150,6 +157,11 @@ class Door:
                     raise still_running(deadline)
                 # Whoever should step may be waiting at this very door, with half of its requests added.
                 self._outputs += self._step()
+
+    def abort(self) -> None:
+        """End running requests, as their callers learn from last outputs."""
+        with self.lock:
+            self._outputs += self._abort()
 
     def freeze(self, *, abort: bool) -> None:
         """Stop between two steps. With ``abort`` the running requests end, as their callers learn from last outputs."""

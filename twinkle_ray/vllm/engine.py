@@ -32,6 +32,7 @@ from twinkle_ray.errors import (
     UnsupportedModel,
     from_plain,
 )
+from twinkle_ray.residency import TAGS, left_asleep, why_refused
 from twinkle_ray.types import Deadline
 from twinkle_ray.vllm.adapters import lora_facts
 from twinkle_ray.vllm.caches import shorten_resets
@@ -50,7 +51,6 @@ LEAST_VLLM = "0.25"
 _ADAPTER = "_twinkle_ray_engine"
 _GRACE_S = 5.0
 _SLEEP_S = 300.0
-_ALL_TAGS = ("weights", "kv_cache")
 
 
 def adapt(
@@ -91,6 +91,8 @@ class _Adapters:
     """
 
     served: ServedAdapters
+    losses: int
+    healed: int
     _vllm_config: Any
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
@@ -100,6 +102,20 @@ class _Adapters:
     def lora_facts(self) -> dict[str, Any]:
         """See :func:`twinkle_ray.vllm.adapters.lora_facts`."""
         return lora_facts(self._vllm_config)
+
+    @property
+    def sleep_mode(self) -> bool:
+        """See :class:`~twinkle_ray.serving.Target`."""
+        # Which vLLM's CPU build refuses.
+        return bool(getattr(getattr(self._vllm_config, "model_config", None), "enable_sleep_mode", False))
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """See :class:`~twinkle_ray.serving.Target`."""
+        raise NotImplementedError
+
+    def _unfit(self) -> ReplicaUnavailable | None:
+        return why_refused(self.tags, lost=self.losses != self.healed)
 
     def lora_request(self, name: str) -> Any:
         """The ``LoRARequest`` for the present version of an adapter; ``generate`` with an older one gets this too.
@@ -179,6 +195,7 @@ class LLMEngine(_Adapters):
         workers: processes that own parameters.
         door: what keeps ``self.llm.generate`` out meanwhile.
         losses: how often it was put to a sleep that discards its weights.
+        healed: how many of these losses a sync has made good since.
         version: of the weights. Every output of a request carries the present one as ``weights_version``.
     """
 
@@ -195,9 +212,10 @@ class LLMEngine(_Adapters):
         self._in_process = hasattr(self._engine.engine_core, "engine_core")
         self.kind = "llm in process" if self._in_process else "llm in child process"
         self._extended = _is_extended(self._engine.vllm_config)
-        self.losses = 0
+        self.losses = self.healed = 0
         self._asleep: set[str] = set()
         self._sleep_known = False
+        self._sleep_failed = False
         self._core_paused = False
         self._core_sleep: Callable[..., Any] = self._engine.sleep
         self._core_wake: Callable[..., Any] = self._engine.wake_up
@@ -207,6 +225,7 @@ class LLMEngine(_Adapters):
             own_core=self._in_process,
             wait_s=wait_s,
             fill=self.served.filler(self._engine.add_request),
+            unfit=self._unfit,
         )
         self.door.install()
         self._engine.sleep = self._note_sleep
@@ -348,17 +367,27 @@ class LLMEngine(_Adapters):
     async def asleep(self) -> tuple[str, ...]:
         """Memory tags that sleep, sorted. A child engine is asked once, and if it slept before it was adapted, all are
         assumed to; from then on each call that changes it comes by here."""
+        if self._sleep_failed:  # vLLM has paused before it failed
+            self._ask("resume", _GRACE_S, lambda: self._core_wake(["scheduling"]))
+            self._sleep_failed = False
+        if not self._in_process and not self._sleep_known and not self._core_paused:
+            if self._ask("is_sleeping", _GRACE_S, self._engine.is_sleeping):
+                self._asleep |= set(TAGS)
+            self._sleep_known = True
+        return self.tags
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """See :class:`~twinkle_ray.serving.Target`."""
         if self._in_process:
             executor = self._engine.engine_core.engine_core.model_executor
             return tuple(sorted(getattr(executor, "sleeping_tags", self._asleep)))
-        if not self._sleep_known and not self._core_paused:
-            if self._ask("is_sleeping", _GRACE_S, self._engine.is_sleeping):
-                self._asleep |= set(_ALL_TAGS)
-            self._sleep_known = True
         return tuple(sorted(self._asleep))
 
     async def sleep(self, level: int) -> None:
-        """``LLM.sleep``."""
+        """``LLM.sleep``, of the weights too where only the KV cache sleeps."""
+        if await self.asleep() and not _sleeps_in_parts():
+            await self.wake_up(None)
         self._ask("sleep", _SLEEP_S, lambda: self._llm.sleep(level=level))
 
     async def wake_up(self, tags: list[str] | None) -> None:
@@ -415,17 +444,26 @@ class LLMEngine(_Adapters):
         return list(processor.process_outputs(ended).request_outputs)
 
     def _note_sleep(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._core_sleep(*args, **kwargs)
         level = kwargs.get("level", args[0] if args else 1)
-        self.losses += level >= 2
+        mode = kwargs.get("mode", args[1] if len(args) > 1 else "abort")
+        try:
+            with self.door.lock if self._in_process else contextlib.nullcontext():  # not beside a step
+                if self._in_process and level and mode == "abort":
+                    self.door.abort()  # vLLM would forget them, and their callers wait for ever
+                result = self._core_sleep(*args, **kwargs)
+        except BaseException:
+            self._sleep_failed, self._sleep_known = True, False
+            raise
+        finally:  # one that failed may have come far enough
+            self.losses += level >= 2
         if level:
-            self._asleep |= set(_ALL_TAGS)
+            self._asleep |= set(TAGS)
         return result
 
     def _note_wake(self, *args: Any, **kwargs: Any) -> Any:
         result = self._core_wake(*args, **kwargs)
         tags = kwargs.get("tags", args[0] if args else None)
-        self._asleep -= set(tags) if tags else self._asleep
+        self._asleep = left_asleep(self._asleep, tags, result)
         return result
 
 
@@ -475,7 +513,7 @@ class AsyncEngine(_Adapters):
         kind: ``async llm``.
         loop: the loop on which the engine runs; ``None`` if it has none yet.
         workers: processes that own parameters.
-        losses: see :class:`LLMEngine`.
+        losses, healed: see :class:`LLMEngine`.
         version: see :class:`LLMEngine`.
     """
 
@@ -493,9 +531,10 @@ class AsyncEngine(_Adapters):
         self._closed = False
         self._error: ReplicaUnavailable | None = None
         self._core_paused = False
-        self.losses = 0
+        self.losses = self.healed = 0
         self._asleep: set[str] = set()
         self._sleep_known = False
+        self._sleep_failed = False
         self._line: Line | None = None
         self._lineless = False
         self.version = 0
@@ -574,7 +613,8 @@ class AsyncEngine(_Adapters):
         """Serve again. Safe in any state."""
         if self._core_paused:
             self._core_paused = False
-            await _bounded(self._llm.resume_generation(), _GRACE_S, "resume")
+            if not self.tags:  # else vLLM goes on itself, when the last of them wakes
+                await _bounded(self._llm.resume_generation(), _GRACE_S, "resume")
         self._closed, self._error = False, None
 
     async def refuse(self, error: ReplicaUnavailable) -> None:
@@ -595,14 +635,24 @@ class AsyncEngine(_Adapters):
 
     async def asleep(self) -> tuple[str, ...]:
         """See :meth:`LLMEngine.asleep`."""
+        if self._sleep_failed:  # see LLMEngine.asleep
+            await _bounded(self._wake(["scheduling"]), _GRACE_S, "resume")
+            self._sleep_failed = False
         if not self._sleep_known and not self._core_paused:
             if await _bounded(self._llm.is_sleeping(), _GRACE_S, "is_sleeping"):
-                self._asleep |= set(_ALL_TAGS)
+                self._asleep |= set(TAGS)
             self._sleep_known = True
+        return self.tags
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """See :class:`~twinkle_ray.serving.Target`."""
         return tuple(sorted(self._asleep))
 
     async def sleep(self, level: int) -> None:
-        """``AsyncLLM.sleep``."""
+        """``AsyncLLM.sleep``, of the weights too where only the KV cache sleeps."""
+        if await self.asleep() and not _sleeps_in_parts():
+            await self.wake_up(None)
         await _bounded(self._llm.sleep(level), _SLEEP_S, "sleep")
 
     async def wake_up(self, tags: list[str] | None) -> None:
@@ -634,7 +684,9 @@ class AsyncEngine(_Adapters):
 
     async def _wait_open(self) -> None:
         deadline = Deadline.after(self.wait_s)
-        while self._closed:
+        while (why := self._unfit()) is not None or self._closed:
+            if why is not None:
+                raise why
             if self._error is not None:
                 raise ReplicaUnavailable(self._error.message)
             if deadline.expired:
@@ -644,15 +696,20 @@ class AsyncEngine(_Adapters):
             await asyncio.sleep(0.01)
 
     async def _note_sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        result = await self._sleep(level, *args, **kwargs)
-        self.losses += level >= 2
+        try:
+            result = await self._sleep(level, *args, **kwargs)
+        except BaseException:
+            self._sleep_failed, self._sleep_known = True, False
+            raise
+        finally:  # one that failed may have come far enough
+            self.losses += level >= 2
         if level:
-            self._asleep |= set(_ALL_TAGS)
+            self._asleep |= set(TAGS)
         return result
 
     async def _note_wake(self, tags: list[str] | None = None) -> Any:
         result = await self._wake(tags)
-        self._asleep -= set(tags) if tags else set(self._asleep)
+        self._asleep = left_asleep(self._asleep, tags, result)
         return result
 
 
@@ -768,6 +825,13 @@ async def _bounded(awaitable: Any, timeout_s: float, what: str) -> Any:
         return await asyncio.wait_for(awaitable, max(timeout_s, 0.001))
     except TimeoutError as error:
         raise SyncTimeout(f"vLLM did not answer within {timeout_s:.1f} s ({what})", phase="transfer") from error
+
+
+def _sleeps_in_parts() -> bool:
+    """Whether this vLLM puts weights to sleep while the KV cache sleeps already. An older one takes the call and does
+    nothing."""
+    executor = getattr(sys.modules.get("vllm.v1.executor.abstract"), "Executor", None)
+    return hasattr(executor, "discard")
 
 
 def _loop_of(llm: Any) -> asyncio.AbstractEventLoop | None:
