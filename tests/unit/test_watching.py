@@ -79,6 +79,7 @@ def sink(monkeypatch: pytest.MonkeyPatch) -> Sink:
     made = Sink()
     monkeypatch.setattr(metrics, "record", made.record)
     monkeypatch.setattr(watching, "_connected", lambda: True)
+    monkeypatch.setattr(watching, "_job_id", lambda: "")  # Ray would start itself
     monkeypatch.setattr(watching, "_register", lambda watch: None)  # the tests tick
     return made
 
