@@ -3,9 +3,9 @@
     ray job submit --working-dir . -- python examples/rlhf_colocated.py
 
 While the trainer takes a step the engine sleeps: its weights are in host memory and its KV cache is gone. Then
-``sync_and_wake`` wakes the weights, overwrites them with the trainer's, and gives the KV cache its memory back last:
-with ``--offload`` when the trainer's model has left the device. vLLM's CPU build has no sleep mode: without a GPU the
-engine stays awake (``sleep_level=0``), and all else is the same.
+``sync_and_wake`` wakes the weights, overwrites them with the trainer's, and gives the KV cache its memory back last,
+after the trainer's model has left the device if ``--offload`` asks for that. vLLM's CPU build has no sleep mode:
+without a GPU the engine stays awake (``sleep_level=0``), and all else is the same.
 
 The reward is the share of digits among the generated characters; the trainer learns the best of each prompt's samples
 by heart. The model and its tokenizer are made on the spot (``tiny.py``).

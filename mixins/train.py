@@ -10,6 +10,7 @@ import torch
 from twinkle_ray.checking import process_facts
 from twinkle_ray.checkpoint_engine import DEFAULT_TIMEOUT_S, metadata_of, rendezvous_of
 from twinkle_ray.errors import ConfigError, UnsupportedActor
+from twinkle_ray.moving import empty_cache, move
 from twinkle_ray.naming import actor_repr
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.sources import NamedWeights
@@ -205,7 +206,7 @@ class TrainActorMixin:
 
     def release_cached_memory(self) -> None:
         """Give memory back to the device that torch's allocator keeps and nobody uses."""
-        _empty_cache(self.__training().endpoint.device)
+        empty_cache(self.__training().endpoint.device)
 
     def offload_to_cpu(self) -> None:
         """Move the model of :meth:`checkpoint_model` to the CPU, with its gradients. Parameters stay the same objects.
@@ -230,8 +231,9 @@ class TrainActorMixin:
                 "are not kept; override offload_to_cpu() and reload_to_gpu()"
             )
         (self.__twinkle_device,) = devices
-        model.to("cpu")
-        _empty_cache(self.__twinkle_device)
+        with self.__training().base_stays():
+            move(model, torch.device("cpu"))
+        empty_cache(self.__twinkle_device)
 
     def reload_to_gpu(self) -> None:
         """Move the model back to where :meth:`offload_to_cpu` took it from. Nothing, if it took it from nowhere."""
@@ -239,7 +241,8 @@ class TrainActorMixin:
         if inherited is not None:
             inherited()
         elif self.__twinkle_device is not None:
-            self.checkpoint_model().to(self.__twinkle_device)
+            with self.__training().base_stays():
+                move(self.checkpoint_model(), self.__twinkle_device)
             self.__twinkle_device = None
 
     def weights_digest(
@@ -274,9 +277,3 @@ class TrainActorMixin:
         from twinkle_ray.backends import backend_for
 
         return asked or self.checkpoint_backend or backend_for(self.__training().endpoint.device.type)
-
-
-def _empty_cache(device: torch.device) -> None:
-    empty = getattr(getattr(torch, device.type, None), "empty_cache", None)
-    if empty is not None:
-        empty()

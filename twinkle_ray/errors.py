@@ -170,11 +170,14 @@ def mismatch(problems: tuple[str, ...], who: str) -> ManifestMismatch:
 
 
 def vagueness(error: BaseException) -> int:
-    """How little an error explains of a failure that several members report: 0 for an error of a member's own, then a
-    lost peer, a time-out, an abort that others caused; of each kind, one that names nobody after one that does."""
+    """How little an error explains of a failure that several members report: 0 for an error of a member's own, then
+    that an agreement holds no more (which one says too that comes to a group which another has just broken), a lost
+    peer, a time-out, an abort that others caused; of these kinds, one that names nobody after one that does."""
+    if isinstance(error, NotAgreed):
+        return 1
     for place, kind in enumerate((SyncAborted, SyncTimeout, PeerLost)):
         if isinstance(error, kind):
-            return 6 - 2 * place - bool(error.actors)
+            return 7 - 2 * place - bool(error.actors)
     return 0
 
 

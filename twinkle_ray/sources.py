@@ -214,6 +214,14 @@ class WeightSource:
             self._base_marks, self._base_name = marks, uuid.uuid4().hex[:16]
         return self._base_name
 
+    @contextlib.contextmanager
+    def base_stays(self) -> Iterator[None]:
+        """For the length of the block the module is moved, and nothing of it changed: it keeps its :meth:`base_id`."""
+        name = self.base_id()
+        yield
+        if name and isinstance(self._weights, nn.Module):
+            self._base_marks, self._base_name = self._look(self._weights).frozen_marks(), name
+
     def device(self) -> torch.device:
         """Where the tensors are; see :func:`device_of`. A user's function is iterated once, on all ranks."""
         if not isinstance(self._weights, nn.Module):

@@ -60,6 +60,10 @@ class Training:
                 self.endpoint = Endpoint(device)
         return source
 
+    def base_stays(self) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`twinkle_ray.sources.WeightSource.base_stays`."""
+        return self._present().base_stays()
+
     def _present(self) -> WeightSource:
         weights = self._weights()
         held = weights if isinstance(weights, torch.nn.Module) else None

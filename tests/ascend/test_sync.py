@@ -168,3 +168,29 @@ def test_twenty_syncs_into_three_rollouts_beside_the_trainers_own_group(actors: 
     assert [get(actor.call.remote(seen))[2] for actor in (trainers[0], *rollouts)] == [0] * 4
     assert get([t.call.remote(add_up) for t in trainers]) == [3.0, 3.0]
     get([t.call.remote(leave_default_group) for t in trainers])
+
+
+def places(actor: TrainerBase) -> tuple[list[int], set[str]]:
+    """The parameters' identities, and their devices."""
+    return [id(p) for p in actor.model.parameters()], {str(p.device) for p in actor.model.parameters()}
+
+
+def test_a_trainer_that_offloads_is_sent_from_the_cpu_and_comes_back_as_it_was(actors: Any) -> None:
+    trainer, rollout = actors(test_lora.Adapted), actors(Rollout, 2)
+    before, where = get(trainer.call.remote(places))
+    assert where == {"npu:0"}
+    how: dict[str, Any] = {"weight_sync_mode": "naive", "is_colocated": True, "sleep_level": 0, "timeout_s": 60}
+    with CheckpointEngineManager([trainer], [rollout], **how) as manager:
+        for seed, base in ((2, "plain"), (3, "")):
+            get(trainer.step.remote(seed))
+            report = manager.sync_weights(merge_and_sync=False)
+            assert (report.mode, report.base) == ("gloo", base)  # moved there and back, it is the base that was sent
+            assert get(trainer.call.remote(places)) == (before, {"npu:0"})
+            torch.testing.assert_close(get(rollout.logits.remote()), get(trainer.logits.remote()))
+        assert manager.sync_and_wake(offload=True).base == "merged"
+        assert get(trainer.call.remote(places)) == (before, {"cpu"})
+        manager.offload_trainers()  # where it is already
+        manager.reload_trainers()
+        manager.reload_trainers()
+        assert get(trainer.call.remote(places)) == (before, {"npu:0"})
+        torch.testing.assert_close(get(rollout.logits.remote()), get(trainer.logits.remote()))
