@@ -19,6 +19,7 @@ how long it holds) where each segment goes at a receiver.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ import torch
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.digest import bytes_view
 from twinkle_ray.endpoint import Operation
-from twinkle_ray.errors import ManifestMismatch, NotAgreed, SyncTimeout
+from twinkle_ray.errors import ManifestMismatch, NotAgreed, PeerLost, SyncTimeout
 from twinkle_ray.landing import Step
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.plan import Chunk, plan_chunks
@@ -243,23 +244,26 @@ class _Flight:
         self._group, self._operation = group, operation
 
     def launch(self, views: Sequence[torch.Tensor], *, src: int, frees: int) -> None:
-        self._group.broadcast_many(views, src=src)
+        with self._located():
+            self._group.broadcast_many(views, src=src)
         self.chunks.append(_Launched(views, frees))
 
     def land(self, *, counted: bool = True) -> None:
-        """Wait for the oldest one and let it go.
-
-        Raises:
-            SyncTimeout, ManifestMismatch: it did not come, or another one came; says which one was due.
-        """
+        """Wait for the oldest one and let it go."""
         operation = self._operation
-        try:
+        with self._located():
             self._group.settle(operation.deadline, len(self.chunks) - 1)
-        except (ManifestMismatch, SyncTimeout) as error:
-            error.args = (f"{error.message} (chunk {operation.step + 1} of {operation.steps})",)
-            raise
         self.staged -= self.chunks.popleft().frees
         operation.step += counted
+
+    @contextlib.contextmanager
+    def _located(self) -> Iterator[None]:
+        """An error of the wire says which chunk was due."""
+        try:
+            yield
+        except (ManifestMismatch, PeerLost, SyncTimeout) as error:
+            error.args = (f"{error.message} (chunk {self._operation.step + 1} of {self._operation.steps})",)
+            raise
 
 
 def _plan(manifest: Manifest, bucket_size: int) -> _Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
@@ -579,7 +580,10 @@ def test_a_rollout_killed_before_the_sync_is_named(actors: Any) -> None:
     trainer, rollouts = actors(Trainer), [actors(Rollout, 1), actors(Rollout, 2)]
     manager = CheckpointEngineManager([trainer], rollouts, timeout_s=30)
     manager.sync_weights()
+    pid = get(rollouts[1].pid.remote())
     ray.kill(rollouts[1])
+    while os.path.exists(f"/proc/{pid}"):  # on a busy machine it could take part in a whole sync until then
+        time.sleep(0.01)
     start = time.monotonic()
     with pytest.raises(PeerLost, match=r"rollout\[1\]") as caught:
         manager.sync_weights()
