@@ -15,13 +15,14 @@ import torch
 from ray.util import collective as _ray_collective
 from ray.util.collective.backend_registry import _global_registry, register_collective_backend
 
-from twinkle_ray.backends.base import SyncGroup, living_groups
+from twinkle_ray.backends.base import SyncGroup, generation, living_groups
 from twinkle_ray.backends.rendezvous import Meeting, unique_group_name
 from twinkle_ray.errors import BackendUnavailable, ConfigError
 
 __all__ = [
     "GLOO",
     "HCCL",
+    "IPC",
     "NCCL",
     "Meeting",
     "SyncGroup",
@@ -29,6 +30,7 @@ __all__ = [
     "create_group",
     "destroy_group",
     "end_group",
+    "generation",
     "group_class",
     "identity",
     "register",
@@ -39,11 +41,13 @@ __all__ = [
 GLOO = "TWINKLE_GLOO"
 NCCL = "TWINKLE_NCCL"
 HCCL = "TWINKLE_HCCL"
+IPC = "TWINKLE_IPC"
 
 _CLASSES: dict[str, tuple[str, str]] = {
     GLOO: ("twinkle_ray.backends.gloo", "GlooGroup"),
     NCCL: ("twinkle_ray.backends.nccl", "NcclGroup"),
     HCCL: ("twinkle_ray.backends.hccl", "HcclGroup"),
+    IPC: ("twinkle_ray.backends.ipc", "IpcGroup"),
 }
 _BY_DEVICE = {"cpu": GLOO, "cuda": NCCL, "npu": HCCL}
 
@@ -124,10 +128,10 @@ def destroy_group(group: SyncGroup) -> None:
 
 
 def end_group(name: str, reason: str) -> None:
-    """Give up the group of this name if this process is in it, whoever made it: an engine or a module that was replaced
+    """Give up the groups of the sync of this name that this process is in, whoever made them: an engine or a module that was replaced
     meanwhile leaves its membership behind, of which its successor knows nothing."""
     for group in living_groups():
-        if group.group_name == name:
+        if generation(group.group_name) == name:
             group.abort(reason)
             destroy_group(group)
 
