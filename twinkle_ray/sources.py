@@ -214,6 +214,15 @@ class WeightSource:
             self._base_marks, self._base_name = marks, uuid.uuid4().hex[:16]
         return self._base_name
 
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """The tensors may get other memory inside, with the same values: the base keeps its id."""
+        walked, known = self._walked, self._base_marks
+        same = walked is not None and known is not None and walked.frozen_marks() == known
+        yield
+        if same and walked is not None:
+            self._base_marks = walked.frozen_marks()
+
     def device(self) -> torch.device:
         """Where the tensors are; see :func:`device_of`. A user's function is iterated once, on all ranks."""
         if not isinstance(self._weights, nn.Module):
@@ -474,6 +483,20 @@ class TensorStream:
         self._taken += count
         self.staged = False
         return tensors
+
+    def lasting(self) -> list[torch.Tensor]:
+        """Those of the tensors that are a module's own memory, just as it is sent."""
+        if isinstance(self._source, Iterator):
+            return []
+        return [
+            tensor
+            for tensor, meta in zip(self._source, self._wire, strict=True)
+            if isinstance(tensor, torch.Tensor)
+            and type(tensor) in PLAIN
+            and tensor.shape == meta.shape
+            and tensor.dtype is DTYPES[meta.dtype]
+            and has_own_bytes(tensor)
+        ]
 
     def skip(self) -> bool:
         """Run the next tensor's collective and checks, and drop the result. ``False`` at the end."""

@@ -7,7 +7,9 @@ process that is no Ray worker (vLLM's child, a test) makes the same class direct
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 from typing import Any, cast
 
 import ray
@@ -33,6 +35,7 @@ __all__ = [
     "generation",
     "group_class",
     "identity",
+    "neighbourhood",
     "register",
     "require",
     "unique_group_name",
@@ -81,6 +84,17 @@ def identity(device: torch.device) -> str:
     """Names one physical device of the cluster: equal for two processes that share it, ``""`` for a CPU."""
     name = _BY_DEVICE.get(device.type)
     return (SyncGroup if name is None else group_class(name)).identity(device)
+
+
+@functools.cache
+def neighbourhood() -> str:
+    """Names this machine, as far as processes can share memory and talk over Unix sockets: equal for two that can."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
 
 
 def require(name: str) -> None:

@@ -79,6 +79,8 @@ class SyncGroup(BaseGroup):
     """Backend name in Ray's registry, such as ``TWINKLE_GLOO``."""
     device_type: ClassVar[str]
     """Type of the torch devices whose tensors it moves: ``cpu``, ``cuda`` or ``npu``."""
+    hosts: bool = False
+    """Whether :meth:`host` does anything."""
     op_timeout_s: float = 300.0
     """Seconds for an operation of Ray's own API, which carries no deadline (or -1 ms for none)."""
 

@@ -28,6 +28,7 @@ class FanOut(BroadcastGroup):
         super().__init__(1 + sum(group.world_size - 1 for group in groups), 0, group_name)
         self.groups = tuple(groups)
         self.device_type = groups[0].device_type  # type: ignore[misc]
+        self.hosts = any(group.hosts for group in groups)
         self.numbers = groups[0].numbers
         for group in groups:
             group.followers = tuple(other for other in groups if other is not group)

@@ -151,6 +151,7 @@ class IpcGroup(BroadcastGroup):
     def place(self, device: torch.device) -> None:
         self._device = device
         self.device_type = device.type  # type: ignore[misc]
+        self.hosts = device.type == "cpu"
 
     def _build(self, store: Store, rendezvous: Rendezvous, deadline: Deadline) -> None:
         self._memory = memory_of(self._device)

@@ -198,8 +198,9 @@ class SharedMemory:
         why: dict[str, int] = {}
         with _alone_in_shm():
             held = len(os.listdir("/proc/self/fd"))
+            loaded = [] if all(storage.resizable() for storage in storages.values()) else _loaded_files()
             for address, storage in sorted(storages.items(), key=lambda one: -one[1].nbytes()):
-                problem = _unmovable(storage, held)
+                problem = _unmovable(storage, held, loaded)
                 if problem is None:
                     storage._share_fd_cpu_()
                     held += 1
@@ -263,14 +264,29 @@ class _Weak:
         return bool(self._ref.expired())
 
 
-def _unmovable(storage: torch.UntypedStorage, held: int) -> str | None:
+def _loaded_files() -> list[tuple[int, int]]:
+    """Where this process has mapped checkpoints for itself alone, as safetensors does: each tensor that was loaded has a
+    part of such a mapping for its storage, and nobody else sees what is written there."""
+    found = []
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            span, kind, *rest = line.split(maxsplit=5)
+            if kind.endswith("p") and rest[-1].strip().endswith(".safetensors"):
+                start, _, stop = span.partition("-")
+                found.append((int(start, 16), int(stop, 16)))
+    return found
+
+
+def _unmovable(storage: torch.UntypedStorage, held: int, loaded: Sequence[tuple[int, int]]) -> str | None:
     """Why a storage cannot be moved into shared memory, in place; ``None``: it can.
 
     Args:
         held: descriptors that this process has open.
+        loaded: see :func:`_loaded_files`.
     """
     nbytes = storage.nbytes()
-    if not storage.resizable():  # of numpy or a mapped file, which would not see what is written later
+    if not storage.resizable() and not any(start <= storage.data_ptr() < stop for start, stop in loaded):
+        # Of numpy, for one, whose array would not see any more what is written to the tensor.
         return "belong to somebody else (a mapped file, numpy)"
     if torch.cuda.is_available() and storage.is_pinned():
         return "are pinned"
