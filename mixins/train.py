@@ -96,8 +96,8 @@ class TrainActorMixin:
         A group that is sound is kept, and its metadata returned again, unless ``fresh`` asks for a new one.
 
         Args:
-            groups: from the manager, names and backends of the new groups in which this trainer will send; the result is
-                the metadata of each, by name.
+            groups: from the manager, names and backends of the new groups in which this trainer will send; the result
+                is the metadata of each, by name.
         """
         training = self.__training()
         if not is_master:

@@ -144,8 +144,8 @@ def wire_mode(mode: str, devices: Sequence[tuple[str, str]]) -> str:
         )
     if mode == "nccl" and len(set(ids)) < len(ids):
         raise ConfigError(
-            "weight_sync_mode='nccl' needs one GPU per process, but a trainer and a rollout share one; use 'auto', which "
-            "takes CUDA IPC there, or 'gloo'"
+            "weight_sync_mode='nccl' needs one GPU per process, but a trainer and a rollout share one; use 'auto', "
+            "which takes CUDA IPC there, or 'gloo'"
         )
     return mode
 

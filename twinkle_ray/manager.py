@@ -99,8 +99,8 @@ class CheckpointEngineManager:
         weight_sync_mode: ``auto`` (by the actors' devices; CUDA IPC where a rollout shares one with a trainer),
             ``nccl``, ``hccl``, ``gloo``, ``ipc`` (as ``auto``, but some devices must be shared, and the CPUs of a node
             count as that), or ``naive`` (the ``train_group`` moves the weights itself).
-        is_colocated: trainers and rollouts share devices (or a node's CPUs), whose memory the weights do not leave: each
-            sync puts the rollouts to sleep first and wakes their weights.
+        is_colocated: trainers and rollouts share devices (or a node's CPUs), whose memory the weights do not leave;
+            each sync puts the rollouts to sleep first and wakes their weights.
         sleep_level: how deep they sleep; 2 is capped to 1 if colocated.
         train_group: for ``naive``: has ``merge_lora``, ``unmerge_lora``, ``offload_to_cpu``, ``reload_to_gpu`` and
             ``update_weights(adapter_only=)``.

@@ -170,7 +170,7 @@ def through_slots(seat: Seat, kind: str) -> Any:
     for _ in range(2):
         group.rally()
         for _ in range(7):  # more than there are slots
-            if seat.rank:  # noqa: SIM108
+            if seat.rank:
                 mine = torch.zeros(100)
             else:
                 mine = mine if kind in ("loaded", "mapped", "numpy", "full") else torch.rand(100)

@@ -531,7 +531,9 @@ class TestTensorParallel(Follows, Fails):
             port = probe.getsockname()[1]
         trainers = [start(ShardedTrainer) for _ in range(2)]
         get([t.join.remote(rank, port) for rank, t in enumerate(trainers)])
-        with CheckpointEngineManager(trainers, bench.rollouts, weight_sync_mode="ipc", timeout_s=60) as manager:
+        with CheckpointEngineManager(
+            trainers, bench.rollouts, weight_sync_mode="ipc", bucket_size=1 << 18, timeout_s=60
+        ) as manager:
             for seed in (1, 2):
                 get([t.load.remote(bench.checkpoint(seed)) for t in trainers])
                 report = manager.sync_weights()

@@ -142,8 +142,8 @@ def destroy_group(group: SyncGroup) -> None:
 
 
 def end_group(name: str, reason: str) -> None:
-    """Give up the groups of the sync of this name that this process is in, whoever made them: an engine or a module that was replaced
-    meanwhile leaves its membership behind, of which its successor knows nothing."""
+    """Give up the groups of the sync of this name that this process is in, whoever made them: an engine or a module
+    that was replaced meanwhile leaves its membership behind, of which its successor knows nothing."""
     for group in living_groups():
         if generation(group.group_name) == name:
             group.abort(reason)

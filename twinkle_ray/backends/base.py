@@ -70,8 +70,8 @@ class SyncGroup(BaseGroup):
     One thread at a time may use a group; :meth:`abort` may come from any.
 
     Attributes:
-        numbers: where a sync has several groups, the number that each rank of this one has among all of them; its errors
-            then name those. Set before ``connect``.
+        numbers: where a sync has several groups, the number that each rank of this one has among all of them; its
+            errors then name those. Set before ``connect``.
         followers: groups that are given up with this one.
     """
 
@@ -220,7 +220,7 @@ class SyncGroup(BaseGroup):
             self.broadcast_many([self._byte], src=rank)
 
     def muster(self, deadline: Deadline) -> None:
-        """On a rank that is not in the next barrier yet: wait until all others are in it, where the backend can tell."""
+        """On a rank that is not in the next barrier yet: wait until all others are, where the backend can tell."""
 
     def assemble(self, deadline: Deadline) -> None:
         """:meth:`rally` at the sender, whose next launch is then behind it; it may wait for that."""
@@ -230,8 +230,8 @@ class SyncGroup(BaseGroup):
         """Say where the tensors are that will be moved, before ``connect``; most backends know by themselves."""
 
     def host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """At the sender: tensors that will be sent at each sync, whose memory may be exchanged for other memory with the
-        same contents if that makes sending cheaper. They stay the same objects."""
+        """At the sender: tensors that will be sent at each sync, whose memory may be exchanged for other memory with
+        the same contents if that makes sending cheaper. They stay the same objects."""
 
     def fence(self) -> None:
         """Wait until all work that this process has put on the group's device has ended. Without it a launch waits

@@ -1,4 +1,4 @@
-"""Several groups as one, for a sender that is rank 0 of each: its neighbours on one device and the rest of the world."""
+"""Several groups as one, for a sender that is rank 0 of each: those on its device, and the others."""
 
 from __future__ import annotations
 

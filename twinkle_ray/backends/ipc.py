@@ -1,9 +1,9 @@
 """Groups on one device: one sender and its neighbours, who read its memory themselves.
 
-NCCL refuses two ranks on one device, and through host memory the bytes would be copied three times more. So here nothing
-is sent but where the bytes are: the sender names the block of memory in which each view lies (see
-:mod:`twinkle_ray.backends.memory`) and a receiver, which has opened that block once, copies from there straight to where
-its own view is. That is one copy of each byte. At the second sync of the same tensors a message says "as last time".
+NCCL refuses two ranks on one device, and through host memory the bytes would be copied three times more. So nothing is
+sent here but where the bytes are: the sender names the block of memory in which each view lies (see
+:mod:`twinkle_ray.backends.memory`), and a receiver, which has opened that block once, copies from there straight to
+where its own view is. That is one copy of each byte. At the next sync of the same a message says "as last time".
 
 What cannot be shared as it lies (gathered, merged or cast tensors on a CPU, memory of expandable segments) goes through
 one of two *slots*, memory that can be shared, of the size of a chunk each: one copy more, and a chunk waits until both
@@ -20,8 +20,8 @@ operations that every rank makes in the same order:
     receiver -> sender   {"here": n}, {"done": n}
 
 Nobody waits in :meth:`IpcGroup.broadcast_many` and :meth:`IpcGroup.rally`: what has to wait is done in
-:meth:`IpcGroup.settle` and :meth:`IpcGroup.synchronize`, by the calling thread. A receiver says that it is done when its
-copies have ended, so when the sender's ``synchronize`` returns nobody reads its memory any more.
+:meth:`IpcGroup.settle` and :meth:`IpcGroup.synchronize`, by the calling thread. A receiver says that it is done when
+its copies have ended, so when the sender's ``synchronize`` returns nobody reads its memory any more.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Op:
 
 @dataclass(slots=True)
 class _Place:
-    """Where the views of one operation behind a barrier were; ``addresses`` at the sender, ``sources`` at a receiver."""
+    """Where the views of one operation behind a barrier were."""
 
     sizes: list[int]
     addresses: list[int] = field(default_factory=list)
@@ -140,6 +140,7 @@ class IpcGroup(BroadcastGroup):
         self._opened: dict[int, torch.Tensor] = {}  # at a receiver, by number
         self._slots = (_Slot(), _Slot())
         self._turn = 0
+        self._mustering = False
         self._using = threading.Lock()  # held by the thread that uses links and memory
 
     @classmethod
@@ -208,7 +209,9 @@ class IpcGroup(BroadcastGroup):
 
     def muster(self, deadline: Deadline) -> None:
         if self._rank == 0:
+            self._mustering = True
             self._until(lambda: all(peer.here > self._last for peer in self._peers.values()), deadline)
+            self._mustering = False
 
     def fence(self) -> None:
         if self._device.type != "cpu":
@@ -280,6 +283,8 @@ class IpcGroup(BroadcastGroup):
         moved = False
         for rank, peer in self._peers.items():
             peer.link.flush()
+            if peer.done >= self._last and (not self._mustering or peer.here > self._last):
+                continue  # it owes nothing, and may leave before the others are through
             for message in peer.link.take():
                 moved = True
                 match message:
@@ -410,6 +415,8 @@ class IpcGroup(BroadcastGroup):
     def _receive(self, memory: Memory) -> bool:
         link = self._peers[0].link
         link.flush()
+        if not (self._queue or self._flying):
+            return False  # so that the sender may leave
         came = link.take()
         self._inbox += came
         moved = bool(came)
@@ -489,8 +496,8 @@ class IpcGroup(BroadcastGroup):
 
     def _other_sizes(self, sizes: Sequence[int]) -> ManifestMismatch:
         return ManifestMismatch(
-            f"rank {self._rank} is at a broadcast of {len(sizes)} tensors with {sum(sizes)} bytes in all, but rank 0 at "
-            "one of others; another operation, order or size"
+            f"rank {self._rank} is at a broadcast of {len(sizes)} tensors with {sum(sizes)} bytes in all, but rank 0 "
+            "at one of others; another operation, order or size"
         )
 
     def _drop(self, memory: Memory, numbers: set[int]) -> None:

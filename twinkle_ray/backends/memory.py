@@ -1,9 +1,9 @@
 """Memory that another process of the same device can read: which there is, how it is named, opened and copied from.
 
 A :class:`Memory` is one kind of device's way. At the sender it says in which *block* a tensor lies: a piece of memory
-that can be opened elsewhere as a whole, such as a shared storage or an allocation of the device's driver. A block's name
-is never another one's, also if the same address comes again, so what was opened once stays right for as long as the name
-is alive. At the receiver it opens blocks and copies out of them.
+that can be opened elsewhere as a whole, such as a shared storage or an allocation of the device's driver. A block's
+name is never another one's, also if the same address comes again, so what was opened once stays right for as long as
+the name is alive. At the receiver it opens blocks and copies out of them.
 
 On a CPU a block is a shared storage. Those of the sender's own parameters are moved into shared memory once, in place
 (:meth:`SharedMemory.host`): the tensors stay the same objects, and every view of a storage goes with it. All shared
@@ -265,13 +265,13 @@ class _Weak:
 
 
 def _loaded_files() -> list[tuple[int, int]]:
-    """Where this process has mapped checkpoints for itself alone, as safetensors does: each tensor that was loaded has a
-    part of such a mapping for its storage, and nobody else sees what is written there."""
+    """Where this process has mapped checkpoints for itself alone, as safetensors does: each tensor that was loaded has
+    a part of such a mapping for its storage, and nobody else sees what is written there."""
     found = []
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
         for line in file:
             span, kind, *rest = line.split(maxsplit=5)
-            if kind.endswith("p") and rest[-1].strip().endswith(".safetensors"):
+            if kind.endswith("p") and rest[-1].strip().removesuffix(" (deleted)").endswith(".safetensors"):
                 start, _, stop = span.partition("-")
                 found.append((int(start, 16), int(stop, 16)))
     return found
@@ -322,8 +322,8 @@ def _alone_in_shm() -> Iterator[None]:
 # --- CUDA ----------------------------------------------------------------------------------------------------------
 
 LARGE = 1 << 20
-"""Bytes from which a tensor is copied by a call of its own, which the driver does at the device's own rate; smaller ones
-go together through torch's batched kernel."""
+"""Bytes from which a tensor is copied by a call of its own, which the driver does at the device's own rate; smaller
+ones go together through torch's batched kernel."""
 
 
 class _Handle(ctypes.Structure):
@@ -331,14 +331,15 @@ class _Handle(ctypes.Structure):
 
 
 class CudaDriver:
-    """The few calls of CUDA's driver that are needed, by ctypes, in the context that is current (torch's).
+    """The few calls of CUDA's driver that are needed, by ctypes, in the context that is current where it is made
+    (torch's). What opens or frees may be called in any thread; the rest where that context is current.
 
     Raises:
         BackendUnavailable: there is no driver.
     """
 
     _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
-    _LEGACY_IPC = 13  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+    _LEGACY_IPC = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
     _LAZY_PEER = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
     def __init__(self) -> None:
@@ -348,6 +349,16 @@ class CudaDriver:
             raise BackendUnavailable(
                 f"CUDA IPC needs NVIDIA's driver, but libcuda.so.1 does not load: {error}"
             ) from None
+        self._context = ctypes.c_void_p()
+        self._do("cuCtxGetCurrent", ctypes.byref(self._context))
+
+    @contextlib.contextmanager
+    def _in_context(self) -> Iterator[None]:
+        self._do("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._do("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def address_range(self, address: int) -> tuple[int, int]:
         """Base and size of the allocation in which an address lies."""
@@ -373,26 +384,31 @@ class CudaDriver:
 
     def handle(self, base: int) -> bytes:
         made = _Handle()
-        self._do("cuIpcGetMemHandle", ctypes.byref(made), ctypes.c_uint64(base))
+        with self._in_context():
+            self._do("cuIpcGetMemHandle", ctypes.byref(made), ctypes.c_uint64(base))
         return bytes(bytearray(made))
 
     def open(self, handle: bytes) -> int:
         """Address here of a block of another process."""
         address = ctypes.c_uint64()
         wanted = _Handle.from_buffer_copy(handle)
-        self._do("cuIpcOpenMemHandle_v2", ctypes.byref(address), wanted, ctypes.c_uint(self._LAZY_PEER))
+        with self._in_context():
+            self._do("cuIpcOpenMemHandle_v2", ctypes.byref(address), wanted, ctypes.c_uint(self._LAZY_PEER))
         return address.value
 
     def close(self, address: int) -> None:
-        self._do("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        with self._in_context():
+            self._do("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def allocate(self, nbytes: int) -> int:
         address = ctypes.c_uint64()
-        self._do("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        with self._in_context():
+            self._do("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
         return address.value
 
     def free(self, address: int) -> None:
-        self._do("cuMemFree_v2", ctypes.c_uint64(address))
+        with self._in_context():
+            self._do("cuMemFree_v2", ctypes.c_uint64(address))
 
     def _do(self, name: str, *args: Any) -> None:
         code = getattr(self._lib, name)(*args)
@@ -438,8 +454,8 @@ class CudaMemory:
         if not self._said:
             self._said = True
             logger.warning(
-                "this trainer's memory cannot be shared by CUDA IPC handles (torch's expandable segments?) and is copied "
-                "twice at each sync, through two buckets of memory; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False "
+                "this trainer's memory cannot be shared by CUDA IPC handles (torch's expandable segments?) and is "
+                "copied twice at each sync, through two buckets; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False "
                 "avoids that"
             )
 
@@ -549,7 +565,9 @@ def memory_of(device: torch.device) -> Memory:
     if device.type == "cpu":
         return SharedMemory()
     if device.type == "cuda":
-        return CudaMemory(device)
+        with torch.cuda.device(device):
+            torch.cuda.mem_get_info()  # so that the device's context is current in this thread
+            return CudaMemory(device)
     raise BackendUnavailable(
         f"memory of {device.type} devices is not shared between processes here: NPU IPC exists in torch_npu, but was "
         "never run; use weight_sync_mode='auto' or 'gloo'"
