@@ -15,7 +15,7 @@ from twinkle_ray.naming import actor_repr
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.sources import NamedWeights
 from twinkle_ray.training import Training
-from twinkle_ray.types import OpStatus, TrainerStatus
+from twinkle_ray.types import OpStatus, Seat, TrainerStatus
 
 
 class TrainActorMixin:
@@ -95,15 +95,26 @@ class TrainActorMixin:
         return self.__training().agree(digest, dtypes, cuts, merge=merge)
 
     def prepare_checkpoint_engine(
-        self, is_master: bool, backend: str | None = None, fresh: bool = False
+        self,
+        is_master: bool,
+        backend: str | None = None,
+        fresh: bool = False,
+        groups: list[tuple[str, str]] | None = None,
     ) -> dict[str, Any] | None:
         """On the master: open the place where the group meets, and return its metadata; else ``None``.
 
         A group that is sound is kept, and its metadata returned again, unless ``fresh`` asks for a new one.
+
+        Args:
+            groups: from the manager, names and backends of the new groups in which this trainer will send; the result
+                is the metadata of each, by name.
         """
         training = self.__training()
         if not is_master:
             return None
+        if groups is not None:
+            opened = training.endpoint.open_meetings([(name, chosen) for name, chosen in groups])
+            return {rendezvous.group: metadata_of(rendezvous) for rendezvous in opened}
         return metadata_of(training.endpoint.open_meeting(self.__backend(backend), fresh=fresh))
 
     def init_checkpoint_process_group(
@@ -118,6 +129,8 @@ class TrainActorMixin:
         training = self.__training()
         if rank < 0:
             training.rank = None
+            if training.endpoint.group is not None:  # in an earlier one it may have sent
+                training.endpoint.leave()
             return
         rendezvous = rendezvous_of(master_metadata, training.endpoint)
         if rendezvous is None:
@@ -131,9 +144,12 @@ class TrainActorMixin:
         returns its state after at most ``wait_s`` seconds, as :meth:`poll_checkpoint` does."""
         if op != "connect":
             raise UnsupportedActor(f"a trainer cannot {op}")
+        training = self.__training()
+        if "seats" in request:
+            training.start_join(key, [Seat.from_plain(seat) for seat in request["seats"]], request["timeout_s"])
+            return training.poll(key, wait_s)
         rendezvous = rendezvous_of(request["rendezvous"], None)
         assert rendezvous is not None
-        training = self.__training()
         training.start_connect(key, request["first_rank"], request["world_size"], rendezvous, request["timeout_s"])
         return training.poll(key, wait_s)
 
@@ -176,7 +192,7 @@ class TrainActorMixin:
         """Give the group up, from whatever state; with ``group`` only if it is this one."""
         if self.__twinkle_training is not None:
             endpoint = self.__twinkle_training.endpoint
-            if group is None or endpoint.rendezvous is None or endpoint.rendezvous.group == group:
+            if group is None or endpoint.group_name in ("", group):
                 endpoint.abort(reason)
 
     def merge_lora(self) -> None:

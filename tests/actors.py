@@ -89,20 +89,23 @@ def group_class() -> Any:
 def at_launch(number: int, act: Callable[[], Any]) -> None:
     """Do this once, instead of the launch of that number (from 0) on any group of this process, when what was launched
     before has arrived."""
-    cls = group_class()
-    launch = cls.broadcast_many
+    from twinkle_ray.backends.ipc import IpcGroup
+
+    usual = {cls: cls.broadcast_many for cls in (group_class(), IpcGroup)}
     left = number
 
     def failing(group: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
-            cls.broadcast_many = launch
+            for cls, launch in usual.items():
+                cls.broadcast_many = launch
             time.sleep(0.3 if number else 0.0)
             act()
-        return launch(group, *args, **kwargs)
+        return usual[type(group)](group, *args, **kwargs)
 
-    cls.broadcast_many = failing
+    for cls in usual:
+        cls.broadcast_many = failing
 
 
 def no_power() -> None:

@@ -21,14 +21,14 @@ def dry_run(
     trainers: Sequence[Trainer],
     replicas: Sequence[Replica],
     wanted: Wanted,
-    mode_for: Callable[[list[tuple[str, str]]], str],
+    mode_for: Callable[[Mapping[str, TrainerStatus], Mapping[str, RolloutStatus]], str],
     bucket_size: int,
     deadline: Deadline,
 ) -> CheckReport:
     """Ask everyone, and collect what is wrong instead of stopping at the first of it.
 
     Args:
-        mode_for: the transport for the devices of the first trainer and all workers; raises ConfigError.
+        mode_for: the transport for these trainers and rollouts; raises ConfigError.
 
     Raises:
         CheckFailed: a sync would fail.
@@ -54,7 +54,7 @@ def dry_run(
         own = run.manifest(held, merge=wanted.merge)
         if held:
             try:
-                mode = mode_for([first.device, *(device for status in held.values() for device in status.devices)])
+                mode = mode_for(statuses, held)
             except ConfigError as error:
                 run.problems.append(str(error))
             run.adapters(wanted, first, held)

@@ -18,16 +18,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from twinkle_ray import backends
 from twinkle_ray.backends.base import SyncGroup
+from twinkle_ray.backends.fanout import FanOut
 from twinkle_ray.backends.rendezvous import Meeting, unique_group_name
 from twinkle_ray.errors import SyncAborted, SyncError, SyncTimeout
-from twinkle_ray.types import Deadline, OpState, OpStatus, Rendezvous
+from twinkle_ray.types import Deadline, OpState, OpStatus, Rendezvous, Seat
 
 _SLICE_S = 0.05
 _SWITCH_S = 2e-4
@@ -218,7 +219,9 @@ class Endpoint:
         self.device = device
         self.group: SyncGroup | None = None
         self.meeting: Meeting | None = None
+        self.meetings: list[Meeting] = []  # of several groups
         self.rendezvous: Rendezvous | None = None
+        self._seats: tuple[Seat, ...] = ()
         self._thread: _Thread | None = None
         self._operation: Operation | None = None
         self._inside: list[Operation] = []  # that use the parameters and are not known to be out
@@ -238,49 +241,85 @@ class Endpoint:
         self.meeting = Meeting.open(unique_group_name(backend.lower()), backend)
         return self.meeting.rendezvous
 
+    def open_meetings(self, groups: Sequence[tuple[str, str]]) -> list[Rendezvous]:
+        """:meth:`open_meeting` for several new groups at once, of these names and backends."""
+        self.leave()
+        for _, backend in groups:
+            backends.require(backend)
+        self.meetings = [Meeting.open(name, backend) for name, backend in groups]
+        return [meeting.rendezvous for meeting in self.meetings]
+
     def is_sound(self) -> bool:
         """Whether there is a group and nothing is known against it."""
         return self.group is not None and self.group.failure is None
 
     @property
     def sound_group(self) -> str:
-        """Name of the group that this process is in while nothing is known against it, else ``""``."""
-        return self.rendezvous.group if self.rendezvous is not None and self.is_sound() else ""
+        """Name of the group that this process is in while nothing is known against it, else ``""``; of several groups
+        that were made for one sync what they have in common."""
+        return self.group_name if self.is_sound() else ""
+
+    @property
+    def group_name(self) -> str:
+        """The same of a group that may have failed."""
+        return backends.generation(self.rendezvous.group) if self.rendezvous is not None else ""
 
     def connect(self, rank: int, world_size: int, rendezvous: Rendezvous, deadline: Deadline) -> Operation:
         """Start to join the group; a no-op if this very group is joined and sound."""
+        return self.join([Seat(rendezvous=rendezvous, rank=rank, world_size=world_size)], deadline)
+
+    def join(self, seats: Sequence[Seat], deadline: Deadline) -> Operation:
+        """:meth:`connect` for several groups of one sync, in each of which this process is rank 0; or for one."""
 
         def work(operation: Operation) -> None:
-            if self.rendezvous == rendezvous and self.is_sound():
+            if self._seats == tuple(seats) and self.is_sound():
                 return
             with self._lock:
                 _require_running(operation)
                 old, self.group, operation.group = self.group, None, None
             if old is not None:
                 backends.destroy_group(old)
-            backends.require(rendezvous.backend)
-            group = backends.create_group(rendezvous.backend, world_size, rank, rendezvous.group)
+            groups = [self._make(seat) for seat in seats]
+            # The one on this device first: the others make progress while it is waited for.
+            groups.sort(key=lambda one: one.name != backends.IPC)
+            group = groups[0]
+            if len(groups) > 1:
+                group = FanOut(backends.generation(group.group_name), groups)
             try:
                 with self._lock:
                     _require_running(operation)
                     self.group = operation.group = group
-                    self.rendezvous = rendezvous
-                    meeting, self.meeting = self.meeting, None
+                    self.rendezvous, self._seats = seats[0].rendezvous, tuple(seats)
+                    opened = [*([self.meeting] if self.meeting is not None else []), *self.meetings]
+                    self.meeting, self.meetings = None, []
             except SyncAborted:
                 backends.destroy_group(group)
                 raise
-            if meeting is not None and meeting.rendezvous != rendezvous:
-                meeting.close()
-                meeting = None
-            if rank == 0 and meeting is None:
-                raise SyncError(
-                    "rank 0 has closed the place where this group was to meet: another sync has taken it into a group "
-                    "of its own; one manager at a time may use it",
-                    phase="connect",
-                )
-            group.connect(rendezvous, deadline, meeting)
+            wanted = [seat.rendezvous for seat in seats]
+            meetings = {meeting.rendezvous.group: meeting for meeting in opened if meeting.rendezvous in wanted}
+            for meeting in opened:
+                if meeting.rendezvous not in wanted:
+                    meeting.close()
+            for seat in seats:
+                found = meetings.get(seat.rendezvous.group)
+                if seat.rank == 0 and found is None:
+                    raise SyncError(
+                        "rank 0 has closed the place where this group was to meet: another sync has taken it into a "
+                        "group of its own; one manager at a time may use it",
+                        phase="connect",
+                    )
+                one = next(one for one in groups if one.group_name == seat.rendezvous.group)
+                one.connect(seat.rendezvous, deadline, found)
 
         return self.start("connect", work, deadline, parameters=False)
+
+    def _make(self, seat: Seat) -> SyncGroup:
+        backend = seat.rendezvous.backend
+        backends.require(backend)
+        group = backends.create_group(backend, seat.world_size, seat.rank, seat.rendezvous.group)
+        group.numbers = seat.numbers
+        group.place(self.device)
+        return group
 
     def start(
         self, op: str, work: Callable[[Operation], Any], deadline: Deadline, *, parameters: bool = True
@@ -344,10 +383,12 @@ class Endpoint:
             self.abort("the endpoint is being closed")
         with self._lock:
             group, self.group = self.group, None
-            meeting, self.meeting = self.meeting, None
+            opened = [*([self.meeting] if self.meeting is not None else []), *self.meetings]
+            self.meeting, self.meetings = None, []
             self.rendezvous = self._operation = None
+            self._seats = ()
             self._abandon_thread()
-        if meeting is not None:
+        for meeting in opened:
             meeting.close()
         if group is not None:
             backends.destroy_group(group)
@@ -358,7 +399,7 @@ class Endpoint:
         message = f"{operation.op} did not end within {operation.deadline.seconds:.1f} s"
         # Whose group ran out of time first was waiting for others, and is only slow to say so.
         waited = group is None or isinstance(group.failure, SyncTimeout)
-        culprit = () if group is None or waited else (f"rank {group.rank}",)
+        culprit = () if group is None or waited else (f"rank {group.number}",)
         with self._lock:
             first = operation.end(error=SyncTimeout(message, phase=operation.op, actors=culprit))
             if first and self._operation is operation:
@@ -384,7 +425,7 @@ def _await_exit(earlier: list[Operation], operation: Operation) -> None:
         while not one.left.wait(min(_SLICE_S, operation.deadline.remaining())):
             _require_running(operation)
             if operation.deadline.expired:
-                rank = () if operation.group is None else (f"rank {operation.group.rank}",)
+                rank = () if operation.group is None else (f"rank {operation.group.number}",)
                 raise SyncTimeout(
                     f"an earlier {one.op} that was given up is still in its work in this process, so {operation.op} "
                     f"could not begin within {operation.deadline.seconds:.1f} s",

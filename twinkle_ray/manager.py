@@ -9,7 +9,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from twinkle_ray.naming import named
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.replica import BACKENDS, Replica, Trainer, actor_key, find, has_method, replicas_of, trainers_of
 from twinkle_ray.rounds import Call, Op, Round
+from twinkle_ray.routes import Routes, Spot, routes
 from twinkle_ray.sending import Sending, Wanted, decide, disagreements, idle_lora, require_lora
 from twinkle_ray.sleepers import Asleep, Sleepers
 from twinkle_ray.topology import Topology
@@ -59,7 +61,6 @@ _T = TypeVar("_T")
 MODES = ("auto", *BACKENDS, "naive")
 IN_FLIGHT = ("wait", "abort", "keep")
 ON_DEAD = ("error", "drop")
-_DEVICE_BACKEND = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _CLEANUP_S = 5.0
 
 
@@ -68,7 +69,7 @@ class _Group:
     """The group that stands: who is in it, by which name."""
 
     name: str
-    mode: str
+    routes: Routes
     topology: Topology
     pids: tuple[int, ...]
 
@@ -101,10 +102,11 @@ class CheckpointEngineManager:
         train_actors: handles of actors with :class:`~twinkle_ray.mixins.TrainActorMixin`; the first one sends.
         rollout_replicas: handles of actors with :class:`~twinkle_ray.mixins.RolloutActorMixin`, or objects with
             ``.primary`` (such a handle), ``.sleep(level=)`` and ``.wake_up(tags=)``.
-        weight_sync_mode: ``auto`` (by the actors' devices), ``nccl``, ``hccl``, ``gloo``, or ``naive`` (the
-            ``train_group`` moves the weights itself).
-        is_colocated: trainers and rollouts share devices: each sync puts the rollouts to sleep first and wakes their
-            weights.
+        weight_sync_mode: ``auto`` (by the actors' devices; CUDA IPC where a rollout shares one with a trainer),
+            ``nccl``, ``hccl``, ``gloo``, ``ipc`` (as ``auto``, but some devices must be shared, and the CPUs of a node
+            count as that), or ``naive`` (the ``train_group`` moves the weights itself).
+        is_colocated: trainers and rollouts share devices (or a node's CPUs), whose memory the weights do not leave;
+            each sync puts the rollouts to sleep first and wakes their weights.
         sleep_level: how deep they sleep: 1, the weights go to host memory; 2, they are discarded, and the rollout
             serves nobody before a sync has brought them back (capped to 1 if colocated); 0, they stay awake, for
             engines without a sleep mode.
@@ -181,6 +183,7 @@ class CheckpointEngineManager:
         self._plain_version = 0  # likewise
         self._adapters: dict[str, _AgreedAdapter] = {}
         self._last: Sending | None = None
+        self._base_ids: dict[str, str] = {}
         self._default: str | None = None
         self._warned = False
         self._sleepers = Sleepers()
@@ -654,10 +657,10 @@ class CheckpointEngineManager:
                 raise
         assert self._group is not None
         assert self._last is not None
-        sent = results[self._trainers[0].name]
+        sent = results[self._trainers[self._group.routes.senders[0]].name]
         return SyncReport(
             version=self._version,
-            mode=self._group.mode,
+            mode=self._group.routes.mode,
             tensors=sent["tensors"],
             nbytes=sent["nbytes"],
             seconds=time.perf_counter() - start,
@@ -722,15 +725,15 @@ class CheckpointEngineManager:
     ) -> dict[str, dict[str, Any]]:
         """Ask everyone, make a group and agree on what is sent where that is needed, and send."""
         with _timed(phases, "prepare"):
-            trainers, rollouts, devices = self._look(deadline, merge=wanted.merge)
+            trainers, rollouts = self._look(deadline, merge=wanted.merge)
             sending = decide(wanted, trainers[self._trainers[0].name], rollouts, in_flight)
         if wanted.merge:
             self._warn_idle_lora(rollouts)
-        mode = self._mode_for([t.device for t in trainers.values()][:1] + devices)
+        routes = self._routes_for(trainers, rollouts)
         pids = (*(s.pid for s in trainers.values()), *(s.pid for s in rollouts.values()))
-        if not self._stands(mode, pids, trainers, rollouts):
+        if not self._stands(routes, pids, trainers, rollouts):
             with _timed(phases, "init"):
-                self._connect(mode, pids, rollouts, deadline)
+                self._connect(routes, pids, rollouts, deadline)
         fresh: set[str] = set()
         if sending.base is not None and (self._agreed is None or self._agreed.digest != trainers["trainer[0]"].digest):
             with _timed(phases, "agree"):
@@ -745,9 +748,7 @@ class CheckpointEngineManager:
             version = 1 + max(status.version for status in rollouts.values())
             return self._transfer(version, sending, in_flight, fresh, deadline)
 
-    def _look(
-        self, deadline: Deadline, *, merge: bool
-    ) -> tuple[dict[str, TrainerStatus], dict[str, RolloutStatus], list[tuple[str, str]]]:
+    def _look(self, deadline: Deadline, *, merge: bool) -> tuple[dict[str, TrainerStatus], dict[str, RolloutStatus]]:
         """Ask everyone what it holds; refuse what cannot be synced before anything is started."""
         how = {} if merge else {"merge": False}
         members: dict[str, Call | Op] = {
@@ -769,53 +770,49 @@ class CheckpointEngineManager:
                     f"{name} is asleep ({', '.join(held.asleep)}); wake at least its weights before a sync, with "
                     "manager.wake_up_rollout(['weights'])"
                 )
-        return trainers, rollouts, [device for held in rollouts.values() for device in held.devices]
+        self._base_ids = {name: status.base_id for name, status in trainers.items()}
+        return trainers, rollouts
 
-    def _mode_for(self, devices: list[tuple[str, str]]) -> str:
-        kinds = {kind for kind, _ in devices}
-        ids = [identity for kind, identity in devices if kind != "cpu"]
-        if self._mode != "auto":
-            want = next(kind for kind, mode in _DEVICE_BACKEND.items() if mode == self._mode)
-            if self._mode != "gloo" and kinds != {want}:
-                raise ConfigError(
-                    f"weight_sync_mode={self._mode!r} needs every model on a {want} device, but these are on "
-                    f"{', '.join(sorted(kinds))}; use 'auto' or 'gloo'"
-                    + (", or torch_npu with CANN and .to('npu')" if want == "npu" else "")
-                )
-            if self._mode == "nccl" and len(set(ids)) < len(ids):
-                raise ConfigError(
-                    "weight_sync_mode='nccl' needs one GPU per process, but a trainer and a rollout share one; use "
-                    "'auto' or 'gloo'"
-                )
-            return self._mode
-        if len(kinds) == 1 and len(set(ids)) == len(ids):
-            return _DEVICE_BACKEND.get(next(iter(kinds)), "gloo")
-        # Mixed devices, or two ranks on one device (which NCCL refuses): through host memory.
-        return "gloo"
+    def _mode_for(self, trainers: Mapping[str, TrainerStatus], rollouts: Mapping[str, RolloutStatus]) -> str:
+        return self._routes_for(trainers, rollouts).mode
+
+    def _routes_for(self, trainers: Mapping[str, TrainerStatus], rollouts: Mapping[str, RolloutStatus]) -> Routes:
+        spots = [Spot(kind=t.device[0], device=t.device[1], node=t.node) for t in trainers.values()]
+        workers = {
+            name: [
+                Spot(kind=kind, device=device, node=node)
+                for (kind, device), node in zip(held.devices, held.nodes or [""] * len(held.devices), strict=True)
+            ]
+            for name, held in rollouts.items()
+        }
+        return routes(self._mode, spots, workers, colocated=self.is_colocated)
 
     def _stands(
         self,
-        mode: str,
+        routes: Routes,
         pids: tuple[int, ...],
         trainers: dict[str, TrainerStatus],
         rollouts: dict[str, RolloutStatus],
     ) -> bool:
         group = self._group
-        if group is None or group.mode != mode or group.pids != pids:
+        if group is None or group.routes != routes or group.pids != pids:
             return False
-        in_group = [trainers[self._trainers[0].name].group, *(status.group for status in rollouts.values())]
+        in_group = [trainers[self._trainers[i].name].group for i in routes.senders]
+        in_group += [status.group for status in rollouts.values()]
         return all(name == group.name for name in in_group)
 
     def _connect(
-        self, mode: str, pids: tuple[int, ...], rollouts: dict[str, RolloutStatus], deadline: Deadline
+        self, routes: Routes, pids: tuple[int, ...], rollouts: dict[str, RolloutStatus], deadline: Deadline
     ) -> None:
         self._forget()
-        backend = BACKENDS[mode]
-        made = topology.build(
-            len(self._trainers),
-            [rollouts[r.name].workers for r in self._replicas],
-            [r.name for r in self._replicas],
-        )
+        workers = [rollouts[r.name].workers for r in self._replicas]
+        names = [r.name for r in self._replicas]
+        if not routes.plain:
+            made = topology.arrange(len(self._trainers), workers, names, routes)
+            self._connect_parties(routes, made, pids, deadline)
+            return
+        made = topology.build(len(self._trainers), workers, names)
+        backend = BACKENDS[routes.mode]
         prepared = self._round("prepare", deadline).run(
             {
                 t.name: Call(ref=t.handle.prepare_checkpoint_engine.remote(i == 0, backend, fresh=True))
@@ -824,11 +821,7 @@ class CheckpointEngineManager:
         )
         metadata = prepared[self._trainers[0].name]
         left = deadline.remaining()
-        members: dict[str, Call | Op] = {
-            t.name: Call(ref=t.handle.init_checkpoint_process_group.remote(rank=-1, world_size=made.world_size))
-            for t, rank in zip(self._trainers, made.trainer_ranks, strict=True)
-            if rank is None
-        }
+        members = self._only_gathering(made)
         joining: list[tuple[Trainer | Replica, int]] = [
             (t, rank) for t, rank in zip(self._trainers, made.trainer_ranks, strict=True) if rank is not None
         ]
@@ -842,7 +835,57 @@ class CheckpointEngineManager:
             }
             members[member.name] = Op(handle=member.handle, op="connect", request=request)
         self._round("init", deadline, made, metadata["group"]).run(members)
-        self._group = _Group(name=metadata["group"], mode=mode, topology=made, pids=pids)
+        self._group = _Group(name=metadata["group"], routes=routes, topology=made, pids=pids)
+        self._watch.grouped()
+
+    def _only_gathering(self, made: Topology) -> dict[str, Call | Op]:
+        return {
+            t.name: Call(ref=t.handle.init_checkpoint_process_group.remote(rank=-1, world_size=made.world_size))
+            for t, rank in zip(self._trainers, made.trainer_ranks, strict=True)
+            if rank is None
+        }
+
+    def _connect_parties(self, routes: Routes, made: Topology, pids: tuple[int, ...], deadline: Deadline) -> None:
+        """Make several groups, or one on a device. What they have in common is the first part of their names."""
+        name = f"twinkle-{uuid.uuid4().hex}"
+        groups = [(f"{name}#{number}", BACKENDS[party.mode]) for number, party in enumerate(routes.parties)]
+        opened = self._round("prepare", deadline).run(
+            {
+                self._trainers[i].name: Call(
+                    ref=self._trainers[i].handle.prepare_checkpoint_engine.remote(
+                        True,
+                        groups=[one for one, party in zip(groups, routes.parties, strict=True) if party.trainer == i],
+                    )
+                )
+                for i in routes.senders
+            }
+        )
+        left = deadline.remaining()
+        seats: dict[str, list[dict[str, Any]]] = {}
+        for (group, _), party, numbers in zip(groups, routes.parties, made.seats, strict=True):
+            sender = self._trainers[party.trainer].name
+            place = {"rendezvous": opened[sender][group], "numbers": list(numbers)}
+            seats.setdefault(sender, []).append({**place, "rank": 0})
+            for rank, (at, _) in enumerate(party.workers, start=1):
+                seats.setdefault(self._replicas[at].name, []).append({**place, "rank": rank})
+        members = self._only_gathering(made)
+        for i in routes.senders:
+            trainer = self._trainers[i]
+            request = {"seats": seats[trainer.name], "timeout_s": left}
+            members[trainer.name] = Op(handle=trainer.handle, op="connect", request=request)
+        for replica, ranks in zip(self._replicas, made.rollout_ranks, strict=True):
+            # Each group lists them in their order, but a replica's workers may be in several.
+            own = sorted(seats[replica.name], key=lambda seat: seat["numbers"][seat["rank"]])
+            request = {
+                "first_rank": ranks[0],
+                "world_size": made.world_size,
+                "rendezvous": own[0]["rendezvous"],
+                "timeout_s": left,
+                "seats": own,
+            }
+            members[replica.name] = Op(handle=replica.handle, op="connect", request=request)
+        self._round("init", deadline, made, name).run(members)
+        self._group = _Group(name=name, routes=routes, topology=made, pids=pids)
         self._watch.grouped()
 
     def _agree(self, trainers: dict[str, TrainerStatus], deadline: Deadline, *, merge: bool) -> None:
@@ -957,7 +1000,8 @@ class CheckpointEngineManager:
                         "timeout_s": left,
                         "group": None if rank is None else group.name,
                         "kind": sending.base,
-                        "adapter": alone,
+                        # each rank has its own names for its shards of the base
+                        "adapter": alone and {**alone, "base_id": self._base_ids.get(t.name, alone["base_id"])},
                     },
                 )
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 from twinkle_ray.errors import ConfigError, UnsupportedActor
 
-BACKENDS = {"nccl": "TWINKLE_NCCL", "hccl": "TWINKLE_HCCL", "gloo": "TWINKLE_GLOO"}
+BACKENDS = {"nccl": "TWINKLE_NCCL", "hccl": "TWINKLE_HCCL", "gloo": "TWINKLE_GLOO", "ipc": "TWINKLE_IPC"}
 """Backends by the modes of a sync that use them."""
 
 TRAINER_METHODS = (

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from twinkle_ray.backends import generation
 from twinkle_ray.digest import assemble
 from twinkle_ray.errors import (
     ConfigError,
@@ -289,6 +290,7 @@ class Serving:
         self.contents = Contents.NONE
         self._group = ""
         self._devices: tuple[tuple[str, str], ...] = ()
+        self._nodes: tuple[str, ...] = ()
         self._asleep: tuple[str, ...] = ()
         self._base = ""
         self._base_id = ""
@@ -322,7 +324,7 @@ class Serving:
             self.abort(f"a new {op} was asked for")
             if self.target.loop is None and before.op not in _HARMLESS and not before.ended.is_set():
                 raise _still_running(before, op)
-        group = str(request["rendezvous"]["group"]) if op == "connect" else self._group
+        group = generation(str(request["rendezvous"]["group"])) if op == "connect" else self._group
         running = _Running(op, key, group)
         coroutine = body(running, **request)
         loop = self.target.loop
@@ -403,6 +405,7 @@ class Serving:
             step=running.step if active and running else 0,
             steps=running.steps if active and running else 0,
             devices=self._devices,
+            nodes=self._nodes,
             pid=os.getpid(),
             base=self._base,
             base_id=self._base_id,
@@ -534,6 +537,7 @@ class Serving:
     async def _prepare(self, running: _Running) -> RolloutStatus:
         facts = await self.target.call("describe", timeout_s=30.0)
         self._devices = tuple((str(f["device_type"]), str(f["device_id"])) for f in facts)
+        self._nodes = tuple(str(f.get("node", "")) for f in facts)
         groups = {str(f["group"]) for f in facts}
         self._group = groups.pop() if len(groups) == 1 else ""  # a worker may have lost it between two syncs
         self._asleep = tuple(await self.target.asleep())
@@ -557,12 +561,19 @@ class Serving:
             await self.target.refuse(ReplicaUnavailable(reason))
 
     async def _connect(
-        self, running: _Running, first_rank: int, world_size: int, rendezvous: dict[str, Any], timeout_s: float
+        self,
+        running: _Running,
+        first_rank: int,
+        world_size: int,
+        rendezvous: dict[str, Any],
+        timeout_s: float,
+        seats: list[dict[str, Any]] | None = None,
     ) -> None:
         deadline = Deadline.after(timeout_s)
         self._group = ""
-        await self._in_workers(running, deadline, "connect", first_rank, world_size, rendezvous, timeout_s)
-        self._group = str(rendezvous["group"])
+        more = () if seats is None else (seats,)
+        await self._in_workers(running, deadline, "connect", first_rank, world_size, rendezvous, timeout_s, *more)
+        self._group = generation(str(rendezvous["group"]))
 
     async def _agree(self, running: _Running, manifest: list[Any]) -> list[dict[str, Any]]:
         return await self.target.call("agree", manifest, timeout_s=120.0)

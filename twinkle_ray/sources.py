@@ -483,6 +483,20 @@ class TensorStream:
         self.staged = False
         return tensors
 
+    def lasting(self) -> list[torch.Tensor]:
+        """Those of the tensors that are a module's own memory, just as it is sent."""
+        if isinstance(self._source, Iterator):
+            return []
+        return [
+            tensor
+            for tensor, meta in zip(self._source, self._wire, strict=True)
+            if isinstance(tensor, torch.Tensor)
+            and type(tensor) in PLAIN
+            and tensor.shape == meta.shape
+            and tensor.dtype is DTYPES[meta.dtype]
+            and has_own_bytes(tensor)
+        ]
+
     def skip(self) -> bool:
         """Run the next tensor's collective and checks, and drop the result. ``False`` at the end."""
         return self._step(*self._pull()) is not None

@@ -7,10 +7,11 @@ first trainer is rank 0; the workers of a replica are neighbours, in the order o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from twinkle_ray.errors import ConfigError
+from twinkle_ray.routes import Routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +23,14 @@ class Topology:
         trainer_ranks: per trainer its rank, ``None`` for one that only takes part in gathers.
         rollout_ranks: per rollout the ranks of its workers.
         names: per rollout its name; by default ``rollout[i]``.
+        seats: where a sync has several groups: per group its members by their ranks in the whole, the sender first.
     """
 
     world_size: int
     trainer_ranks: tuple[int | None, ...]
     rollout_ranks: tuple[tuple[int, ...], ...]
     names: tuple[str, ...] = ()
+    seats: tuple[tuple[int, ...], ...] = ()
 
     def owner(self, rank: int) -> str:
         """The member with this rank, as errors name it: ``trainer[0]``, ``rollout[2]``."""
@@ -63,6 +66,33 @@ def build(trainers: int, workers: Sequence[int], names: Sequence[str] = ()) -> T
         rollout_ranks=tuple(ranks),
         names=tuple(names),
     )
+
+
+def arrange(trainers: int, workers: Sequence[int], names: Sequence[str], routes: Routes) -> Topology:
+    """Topology of several groups: ranks as :func:`build` gives them, and after them those of the other senders.
+
+    Args:
+        routes: who is in which group.
+
+    Raises:
+        ConfigError: as :func:`build`.
+    """
+    made = build(trainers, workers, names)
+    ranks: list[int | None] = [None] * trainers
+    ranks[0] = 0
+    number = made.world_size
+    for trainer in routes.senders:
+        if trainer:
+            ranks[trainer] = number
+            number += 1
+    seats = []
+    for party in routes.parties:
+        sender = ranks[party.trainer]
+        assert sender is not None
+        seats.append((sender, *(made.rollout_ranks[replica][worker] for replica, worker in party.workers)))
+    if 0 not in routes.senders:
+        ranks[0] = None
+    return replace(made, world_size=number, trainer_ranks=tuple(ranks), seats=tuple(seats))
 
 
 def init_arguments(made: Topology, metadata: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from twinkle_ray.adapter import Adapter
 from twinkle_ray.backends import wait_for
-from twinkle_ray.backends.base import SyncGroup
+from twinkle_ray.backends.base import SyncGroup, generation
 from twinkle_ray.digest import tensor_sha256
 from twinkle_ray.endpoint import Endpoint, Operation
 from twinkle_ray.errors import ManifestMismatch, NotAgreed, TwinkleRayError
@@ -21,7 +21,7 @@ from twinkle_ray.manifest import Manifest
 from twinkle_ray.sending import the_active
 from twinkle_ray.sources import NamedWeights, TensorStream, WeightSource, device_of, gather_only
 from twinkle_ray.transfer import send
-from twinkle_ray.types import MERGED, PLAIN, Deadline, OpState, OpStatus, Rendezvous, TrainerStatus
+from twinkle_ray.types import MERGED, PLAIN, Deadline, OpState, OpStatus, Rendezvous, Seat, TrainerStatus
 from twinkle_ray.worker import announce, device_facts
 
 _JOINING_KEPT = 4
@@ -92,6 +92,7 @@ class Training:
             adapters=tuple(adapter_names(model)) if model is not None else (),
             active=tuple(active_adapters(model)) if model is not None else (),
             base_id=source.base_id(),
+            node=facts["node"],
         )
 
     def adapter(self, name: str | None = None) -> Adapter:
@@ -139,9 +140,17 @@ class Training:
     def start_connect(self, key: str, rank: int, world_size: int, rendezvous: Rendezvous, timeout_s: float) -> None:
         """:meth:`connect` without waiting, to be polled under the caller's unique key. An actor that waits for others
         to come could not hear that they never will."""
-        self._joining[key] = self._connect(rank, world_size, rendezvous, timeout_s)
+        self._keep_joining(key, self._connect(rank, world_size, rendezvous, timeout_s))
+
+    def _keep_joining(self, key: str, operation: Operation) -> None:
+        self._joining[key] = operation
         while len(self._joining) > _JOINING_KEPT:
             self._joining.popitem(last=False)
+
+    def start_join(self, key: str, seats: Sequence[Seat], timeout_s: float) -> None:
+        """:meth:`start_connect` for the groups of a sync that has several, in each of which this trainer sends."""
+        self.rank = 0
+        self._keep_joining(key, self.endpoint.join(seats, Deadline.after(timeout_s)))
 
     def poll(self, key: str, wait_s: float) -> OpStatus:
         """Status of that connect, after at most ``wait_s`` seconds. In an actor with several threads this may come
@@ -249,7 +258,7 @@ class Training:
         self._sent_merged = merge
 
         def work(operation: Operation) -> dict[str, Any]:
-            if operation.group is not None and name not in (None, operation.group.group_name):
+            if operation.group is not None and name not in (None, generation(operation.group.group_name)):
                 operation.group = None  # another sync's, and not to be given up with this one
             alone = self._alone(adapter) if adapter is not None else None
             if self.rank is None and name is None:
@@ -297,6 +306,8 @@ class Training:
                             "group was made",
                             phase="transfer",
                         )
+                if group.hosts:
+                    _host(source, group, [stream for stream, _ in parts])
                 try:
                     # What the caller has put on the device (an optimizer step on any stream) must have ended.
                     with operation.timed("fence"):
@@ -326,7 +337,7 @@ class Training:
                     group.abort(f"{type(error).__name__}: {error}")  # the receivers need not wait for those gathers
                     raise
             if wire is not None:
-                self._told = ("", "") if merge else (group.group_name, source.base_id(looked=True))
+                self._told = ("", "") if merge else (generation(group.group_name), source.base_id(looked=True))
             else:
                 self._told = told
             return {
@@ -390,6 +401,13 @@ def _closing(streams: list[TensorStream]) -> Iterator[None]:
         raise
     for stream in streams:
         stream.close()
+
+
+def _host(source: WeightSource, group: SyncGroup, streams: Sequence[TensorStream]) -> None:
+    """Let the group exchange the memory of what is sent as it lies."""
+    with source.base_stays():
+        for stream in streams:
+            group.host(stream.lasting())
 
 
 def _fence(device: torch.device, group: SyncGroup) -> None:

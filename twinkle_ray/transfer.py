@@ -119,7 +119,7 @@ def send(
                     done += stop
         with operation.timed("wire"):
             if index == 0:
-                group.rally()
+                group.assemble(operation.deadline)
             flight.launch(views, src=group.rank, frees=done)
     while at + 1 < len(manifest):  # zero-size tensors at the end: consumed so that every rank makes the same gathers
         next(tensors)
@@ -129,7 +129,7 @@ def send(
             tensors.recheck()
     with operation.timed("wire"):
         if not chunks:
-            group.rally()
+            group.assemble(operation.deadline)
         while flight.chunks:
             flight.land()
         group.synchronize(operation.deadline)

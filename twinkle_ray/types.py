@@ -17,7 +17,7 @@ class Rendezvous:
 
     Attributes:
         group: the group's name, which no other group ever had.
-        backend: ``TWINKLE_GLOO``, ``TWINKLE_NCCL`` or ``TWINKLE_HCCL``.
+        backend: ``TWINKLE_GLOO``, ``TWINKLE_NCCL``, ``TWINKLE_HCCL`` or ``TWINKLE_IPC``.
         host: address of rank 0's node.
         store_port: of the TCPStore there.
         watch_port: of the lifeline there (see :mod:`twinkle_ray.backends.lifeline`).
@@ -28,6 +28,30 @@ class Rendezvous:
     host: str
     store_port: int
     watch_port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """One process's place in a group.
+
+    Attributes:
+        rendezvous: of the group.
+        rank: there.
+        world_size: members of it.
+        numbers: where a sync has several groups, its members' ranks in the whole.
+    """
+
+    rendezvous: Rendezvous
+    rank: int
+    world_size: int
+    numbers: tuple[int, ...] | None = None
+
+    @staticmethod
+    def from_plain(value: dict[str, Any]) -> Seat:
+        """Of ``rendezvous``, ``rank`` and ``numbers``, as the manager sends them."""
+        numbers = tuple(value["numbers"])
+        rendezvous = Rendezvous(**value["rendezvous"])
+        return Seat(rendezvous=rendezvous, rank=value["rank"], world_size=len(numbers), numbers=numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +133,7 @@ class RolloutStatus:
         workers: processes that own its parameters.
         step, steps: chunks moved by the running sync.
         devices: per worker ``(type, id)``; known after ``prepare``.
+        nodes: per worker a name of the machine, equal for those that can share memory.
         pid: of the actor's process.
         base: ``plain``, or ``merged`` with adapters of the trainer; ``""`` before the first sync.
         base_id: the :class:`TrainerStatus`'s of that plain base, when it was sent.
@@ -128,6 +153,7 @@ class RolloutStatus:
     step: int = 0
     steps: int = 0
     devices: tuple[tuple[str, str], ...] = ()
+    nodes: tuple[str, ...] = ()
     pid: int = 0
     base: str = ""
     base_id: str = ""
@@ -151,6 +177,7 @@ class TrainerStatus:
         active: of those that its forward pass uses now.
         base_id: of its frozen base: another one if any tensor of that was written or replaced since (but for writes
             through ``tensor.data``, which torch does not count). ``""`` without adapters.
+        node: a name of its machine, as those of a rollout.
     """
 
     digest: str
@@ -162,6 +189,7 @@ class TrainerStatus:
     adapters: tuple[str, ...] = ()
     active: tuple[str, ...] = ()
     base_id: str = ""
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +221,8 @@ class SyncReport:
 
     Attributes:
         version: that all replicas hold now.
-        mode: the transport: ``gloo``, ``nccl``, ``hccl``, ``naive``.
+        mode: the transport: ``gloo``, ``nccl``, ``hccl``, ``ipc``, ``naive``; two if some rollouts share a trainer's
+            device and others do not, such as ``nccl+ipc``.
         tensors, nbytes: sent once, however many replicas received them.
         seconds: from call to return.
         phases: seconds per phase: ``transfer``, and where needed ``sleep``, ``prepare``, ``init``, ``agree``; and

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from twinkle_ray.backends import end_group, identity
+from twinkle_ray.backends import end_group, identity, neighbourhood
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.checking import process_facts
 from twinkle_ray.endpoint import Endpoint, Operation
@@ -32,7 +32,7 @@ from twinkle_ray.manifest import Manifest
 from twinkle_ray.sinks import Sink, StagedSink
 from twinkle_ray.stream import receive_frame, send_frame
 from twinkle_ray.transfer import receive
-from twinkle_ray.types import MERGED, PLAIN, Deadline, OpState, OpStatus, Rendezvous
+from twinkle_ray.types import MERGED, PLAIN, Deadline, OpState, OpStatus, Rendezvous, Seat
 
 _MANIFESTS_KEPT = 4
 _ADAPTERS_KEPT = 64
@@ -100,9 +100,24 @@ class WorkerSide:
         """See :func:`twinkle_ray.checking.process_facts`."""
         return process_facts(self.sink.device, backend)
 
-    def connect(self, first_rank: int, world_size: int, rendezvous: dict[str, Any], timeout_s: float) -> None:
-        """Start to join the group of this rendezvous as rank ``first_rank + index``; ``poll`` tells when it is in."""
+    def connect(
+        self,
+        first_rank: int,
+        world_size: int,
+        rendezvous: dict[str, Any],
+        timeout_s: float,
+        seats: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """Start to join the group of this rendezvous as rank ``first_rank + index``; ``poll`` tells when it is in.
+
+        Args:
+            seats: where the workers are in several groups, each one's :class:`~twinkle_ray.types.Seat`.
+        """
         self._operation = None  # what is polled must not be an earlier one if this cannot start
+        if seats is not None:
+            mine = Seat.from_plain(seats[self.index])
+            self._operation = self.endpoint.join([mine], Deadline.after(timeout_s))
+            return
         rank = first_rank + self.index
         self._operation = self.endpoint.connect(rank, world_size, Rendezvous(**rendezvous), Deadline.after(timeout_s))
 
@@ -383,8 +398,9 @@ def _kept(kept: OrderedDict[str, Manifest], digest: str | None) -> Manifest | No
 
 
 def device_facts(device: Any) -> dict[str, Any]:
-    """``device_type`` and ``device_id``: equal ids mean one physical device (``""`` for a CPU)."""
-    return {"device_type": device.type, "device_id": identity(device)}
+    """``device_type`` and ``device_id``: equal ids mean one physical device (``""`` for a CPU); ``node``: see
+    :func:`~twinkle_ray.backends.neighbourhood`."""
+    return {"device_type": device.type, "device_id": identity(device), "node": neighbourhood()}
 
 
 def pack_status(status: OpStatus) -> dict[str, Any]:

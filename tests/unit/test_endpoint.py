@@ -24,11 +24,15 @@ class FakeGroup:
     """Stands for a SyncGroup: connecting is what the test says, aborting is noted."""
 
     def __init__(self, world_size: int, rank: int, name: str) -> None:
-        self.rank = rank
+        self.name = "TWINKLE_GLOO"
+        self.rank = self.number = rank
         self.group_name = name
         self.failure: SyncError | None = None
         self.destroyed = False
         self.connecting: Callable[[], None] = lambda: None
+
+    def place(self, device: torch.device) -> None:
+        pass
 
     def connect(self, rendezvous: Rendezvous, deadline: Deadline, meeting: Any) -> None:
         self.connecting()

@@ -114,6 +114,15 @@ class Trainer(TrainActorMixin):
         self.sends += 1
         return answer
 
+    def counts(self) -> dict[str, int]:
+        """Bytes that its group on this device has moved, by how."""
+        training = next(value for value in vars(self).values() if type(value).__name__ == "Training")
+        found = training.endpoint.group.counts
+        return {name: getattr(found, name) for name in type(found).__slots__}
+
+    def fail_at_launch(self, number: int) -> None:
+        at_launch(number, no_power)
+
     def sent(self) -> int:
         """How often weights were sent, to the last byte."""
         return self.sends
@@ -131,6 +140,21 @@ class Trainer(TrainActorMixin):
         value = torch.tensor([float(dist.get_rank() + 1)])
         dist.all_reduce(value)
         return value.item()
+
+
+class ShardedTrainer(Trainer):
+    """One of two ranks that shard a Hugging Face model with FSDP2."""
+
+    def load(self, checkpoint: Path) -> None:
+        import transformers
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
 
 
 class AdaptedTrainer(Trainer):
@@ -181,9 +205,6 @@ class AdaptedTrainer(Trainer):
             for name, value in self.model.named_parameters():
                 if "norm" in name:
                     value.mul_(1.5)
-
-    def fail_at_launch(self, number: int) -> None:
-        at_launch(number, no_power)
 
 
 class OddTrainer(Trainer):

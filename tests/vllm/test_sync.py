@@ -32,7 +32,7 @@ from twinkle_ray import (
 from twinkle_ray.types import Contents, OpState, SyncReport
 
 from . import models
-from .sync_actors import BLOCK, Answer, AsyncRollout, OddTrainer, Rollout, Trainer, environment
+from .sync_actors import BLOCK, Answer, AsyncRollout, OddTrainer, Rollout, ShardedTrainer, Trainer, environment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("ray_cluster")]
 
@@ -493,6 +493,24 @@ class TestChildProcess(Follows, InFlight, Fails, BadInput):
         with (made := Bench(checkpoints, "llama", trainers["plain"], [rollout])).manager:
             yield made
 
+    def test_on_one_device_each_byte_is_copied_once(self, bench: Bench) -> None:
+        bench.load(2)
+        with CheckpointEngineManager([bench.trainer], bench.rollouts, weight_sync_mode="ipc", timeout_s=60) as manager:
+            for seed in (1, 2, 3):
+                bench.load(seed)
+                report = manager.sync_weights()
+                assert report.mode == "ipc"
+                assert bench.holds(seed)
+                (replica,) = report.replicas
+                assert replica.path == "in place"
+                assert replica.direct_bytes == report.nbytes  # no copy at the receiver beside that one
+            counts = get(bench.trainer.counts.remote())
+            assert (counts["staged"], counts["shared"]) == (0, 3 * report.nbytes)
+            assert manager.verify().compared == report.tensors
+            assert get(bench.rollouts[0].weights_digest.remote()) == bench.digests(3)
+        bench.sync(1)  # and back to the other manager's group
+        assert bench.holds(1)
+
 
 class TestAsync(Follows, InFlight, Fails, BadInput):
     """``AsyncLLM`` in an async actor."""
@@ -569,6 +587,32 @@ class TestTensorParallel(Follows, Fails):
                 assert made.holds(seed)
                 assert made.manager.verify().compared == 2 * report.tensors
         ray.kill(second)
+
+    def test_two_sharded_trainers_on_the_devices_of_the_two_workers(self, bench: Bench, start: Make) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        trainers = [start(ShardedTrainer) for _ in range(2)]
+        get([t.join.remote(rank, port) for rank, t in enumerate(trainers)])
+        with CheckpointEngineManager(
+            trainers, bench.rollouts, weight_sync_mode="ipc", bucket_size=1 << 18, timeout_s=60
+        ) as manager:
+            for seed in (1, 2):
+                get([t.load.remote(bench.checkpoint(seed)) for t in trainers])
+                report = manager.sync_weights()
+                assert report.mode == "ipc"
+                assert bench.holds(seed)
+                assert manager.verify().compared == report.tensors
+                assert get(bench.rollouts[0].weights_digest.remote()) == bench.digests(seed)
+            for counts in get([t.counts.remote() for t in trainers]):  # each has sent all to its own worker
+                assert counts["staged"] + counts["shared"] == 2 * report.nbytes
+            # One worker's copy fails: the other one is let go too, and a further sync heals both.
+            get(trainers[1].fail_at_launch.remote(1))
+            with pytest.raises(SyncError, match="no more power") as caught:
+                manager.sync_weights()
+            assert caught.value.actors == ("trainer[1]",)
+            manager.sync_weights()
+            assert bench.holds(2)
+            assert get([t.total.remote() for t in trainers]) == [3.0, 3.0]
 
 
 class TestOtherModels:

@@ -7,7 +7,9 @@ process that is no Ray worker (vLLM's child, a test) makes the same class direct
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 from typing import Any, cast
 
 import ray
@@ -15,7 +17,7 @@ import torch
 from ray.util import collective as _ray_collective
 from ray.util.collective.backend_registry import _global_registry, register_collective_backend
 
-from twinkle_ray.backends.base import SyncGroup, living_groups
+from twinkle_ray.backends.base import SyncGroup, generation, living_groups
 from twinkle_ray.backends.rendezvous import Meeting, unique_group_name
 from twinkle_ray.errors import BackendUnavailable, ConfigError
 
@@ -23,6 +25,7 @@ __all__ = [
     "DEVICE_TYPES",
     "GLOO",
     "HCCL",
+    "IPC",
     "NCCL",
     "Meeting",
     "SyncGroup",
@@ -30,8 +33,10 @@ __all__ = [
     "create_group",
     "destroy_group",
     "end_group",
+    "generation",
     "group_class",
     "identity",
+    "neighbourhood",
     "ray_resources",
     "register",
     "require",
@@ -41,11 +46,13 @@ __all__ = [
 GLOO = "TWINKLE_GLOO"
 NCCL = "TWINKLE_NCCL"
 HCCL = "TWINKLE_HCCL"
+IPC = "TWINKLE_IPC"
 
 _CLASSES: dict[str, tuple[str, str]] = {
     GLOO: ("twinkle_ray.backends.gloo", "GlooGroup"),
     NCCL: ("twinkle_ray.backends.nccl", "NcclGroup"),
     HCCL: ("twinkle_ray.backends.hccl", "HcclGroup"),
+    IPC: ("twinkle_ray.backends.ipc", "IpcGroup"),
 }
 _BY_DEVICE = {"cpu": GLOO, "cuda": NCCL, "npu": HCCL}
 _RESOURCE = {"cuda": "GPU", "npu": "NPU"}
@@ -89,6 +96,17 @@ def identity(device: torch.device) -> str:
     """Names one physical device of the cluster: equal for two processes that share it, ``""`` for a CPU."""
     name = _BY_DEVICE.get(device.type)
     return (SyncGroup if name is None else group_class(name)).identity(device)
+
+
+@functools.cache
+def neighbourhood() -> str:
+    """Names this machine, as far as processes can share memory and talk over Unix sockets: equal for two that can."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
 
 
 def wait_for(device: torch.device) -> None:
@@ -142,10 +160,10 @@ def destroy_group(group: SyncGroup) -> None:
 
 
 def end_group(name: str, reason: str) -> None:
-    """Give up the group of this name if this process is in it, whoever made it: an engine or a module that was replaced
-    meanwhile leaves its membership behind, of which its successor knows nothing."""
+    """Give up the groups of the sync of this name that this process is in, whoever made them: an engine or a module
+    that was replaced meanwhile leaves its membership behind, of which its successor knows nothing."""
     for group in living_groups():
-        if group.group_name == name:
+        if generation(group.group_name) == name:
             group.abort(reason)
             destroy_group(group)
 

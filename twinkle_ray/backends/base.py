@@ -14,19 +14,22 @@ which releases every stuck thread. In that order, because a severed transport lo
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import traceback
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from ray.util.collective import types as ray_types
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from twinkle_ray.backends.bounded import bounded
 from twinkle_ray.backends.lifeline import Lifeline
+from twinkle_ray.backends.operands import single
 from twinkle_ray.backends.rendezvous import Meeting, join_store, meet
 from twinkle_ray.errors import ConfigError, PeerLost, SyncAborted, SyncError, TwinkleRayError
 from twinkle_ray.types import Deadline, Rendezvous
@@ -37,6 +40,15 @@ comes first."""
 
 VERDICT_S = 0.5
 """How long a broken transport waits for the lifeline to say who broke it."""
+
+
+_GENERATION = "#"
+"""Stands in a group's name between that of the sync for which several were made and its own."""
+
+
+def generation(group_name: str) -> str:
+    """Name of the sync for which a group was made; most groups are the only one of theirs and have its name."""
+    return group_name.partition(_GENERATION)[0]
 
 
 _living: weakref.WeakSet[SyncGroup] = weakref.WeakSet()
@@ -56,17 +68,26 @@ class SyncGroup(BaseGroup):
     group is unusable and must be destroyed. A ConfigError is about one call's arguments and leaves the group sound.
 
     One thread at a time may use a group; :meth:`abort` may come from any.
+
+    Attributes:
+        numbers: where a sync has several groups, the number that each rank of this one has among all of them; its
+            errors then name those. Set before ``connect``.
+        followers: groups that are given up with this one.
     """
 
     name: ClassVar[str]
     """Backend name in Ray's registry, such as ``TWINKLE_GLOO``."""
     device_type: ClassVar[str]
     """Type of the torch devices whose tensors it moves: ``cpu``, ``cuda`` or ``npu``."""
+    hosts: bool = False
+    """Whether :meth:`host` does anything."""
     op_timeout_s: float = 300.0
     """Seconds for an operation of Ray's own API, which carries no deadline (or -1 ms for none)."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
+        self.numbers: tuple[int, ...] | None = None
+        self.followers: tuple[SyncGroup, ...] = ()
         self._state = threading.Lock()  # of the fields below
         self._failure: TwinkleRayError | None = None
         self._failed = threading.Event()
@@ -140,7 +161,9 @@ class SyncGroup(BaseGroup):
                 discard=lambda _: self._sever(),
             )
         except TwinkleRayError as error:
-            self._fail(error, tell=True)
+            failure = self._fail(error, tell=True)
+            if self.numbers is not None:
+                raise failure from None
             raise
         except Exception as error:
             raise self._fail_locally(error, "connect") from error
@@ -202,6 +225,20 @@ class SyncGroup(BaseGroup):
         for rank in range(self._world_size):
             self.broadcast_many([self._byte], src=rank)
 
+    def muster(self, deadline: Deadline) -> None:
+        """On a rank that is not in the next barrier yet: wait until all others are, where the backend can tell."""
+
+    def assemble(self, deadline: Deadline) -> None:
+        """:meth:`rally` at the sender, whose next launch is then behind it; it may wait for that."""
+        self.rally()
+
+    def place(self, device: torch.device) -> None:
+        """Say where the tensors are that will be moved, before ``connect``; most backends know by themselves."""
+
+    def host(self, tensors: Iterable[torch.Tensor]) -> None:
+        """At the sender: tensors that will be sent at each sync, whose memory may be exchanged for other memory with
+        the same contents if that makes sending cheaper. They stay the same objects."""
+
     def fence(self) -> None:
         """Wait until all work that this process has put on the group's device has ended. Without it a launch waits
         for the calling thread's current stream only."""
@@ -256,8 +293,9 @@ class SyncGroup(BaseGroup):
     def _fail(self, error: TwinkleRayError, *, tell: bool, reason: str | None = None) -> TwinkleRayError:
         """Take the group out of use. The first failure stands; returns a copy of it to raise."""
         with self._state:
-            if self._failure is None:
-                self._failure = copy.copy(error)
+            first = self._failure is None
+            if first:
+                self._failure = self._numbered(copy.copy(error))
             lifeline = self._lifeline
         self._failed.set()
         if tell and lifeline is not None:
@@ -266,7 +304,27 @@ class SyncGroup(BaseGroup):
             self._sever()
         except Exception:
             traceback.print_exc()
-        return copy.copy(self._failure)
+        if first:
+            for follower in self.followers:
+                follower.abort(f"another group of this sync failed: {error.message}")
+        failure = self._raised()
+        assert failure is not None
+        return failure
+
+    @property
+    def number(self) -> int:
+        """Of this rank, see :attr:`numbers`."""
+        return self._rank if self.numbers is None else self.numbers[self._rank]
+
+    def _numbered(self, error: TwinkleRayError) -> TwinkleRayError:
+        numbers = self.numbers
+        if numbers is None or not isinstance(error, SyncError):
+            return error
+        of = {f"rank {rank}": f"rank {number}" for rank, number in enumerate(numbers)}
+        named = set(error.actors) & of.keys()
+        error.actors = tuple(of.get(actor, actor) for actor in error.actors)
+        error.args = (re.sub(r"\brank \d+\b", lambda m: of[m[0]] if m[0] in named else m[0], error.message),)
+        return error
 
     def _culprit(self, error: TwinkleRayError) -> int:
         """The rank that an error names, else this one."""
@@ -339,3 +397,39 @@ class SyncGroup(BaseGroup):
         timeout = getattr(options, "timeout_ms", None)
         seconds = timeout.total_seconds() if timeout is not None else -1.0
         return Deadline.after(seconds if seconds > 0 else self.op_timeout_s)
+
+
+class BroadcastGroup(SyncGroup):
+    """A group that can broadcast and nothing else; from which ranks, it says itself."""
+
+    def broadcast(self, tensor: Any, broadcast_options: Any = ray_types.BroadcastOptions()) -> None:  # noqa: B008
+        operand = single(tensor, self.device_type)
+        self.broadcast_many([operand.bytes], broadcast_options.root_rank)
+        self.synchronize(self._op_deadline(broadcast_options))
+        if self._rank != broadcast_options.root_rank:
+            operand.put_back()
+
+    def barrier(self, barrier_options: Any = ray_types.BarrierOptions()) -> None:  # noqa: B008
+        self.rally()
+        self.synchronize(self._op_deadline(barrier_options))
+
+    def allreduce(self, tensor: Any, allreduce_options: Any = None) -> None:
+        raise self._cannot("allreduce")
+
+    def reduce(self, tensor: Any, reduce_options: Any = None) -> None:
+        raise self._cannot("reduce")
+
+    def allgather(self, tensor_list: Any, tensor: Any, allgather_options: Any = None) -> None:
+        raise self._cannot("allgather")
+
+    def reducescatter(self, tensor: Any, tensor_list: Any, reducescatter_options: Any = None) -> None:
+        raise self._cannot("reducescatter")
+
+    def send(self, tensor: Any, send_options: Any) -> None:
+        raise self._cannot("send")
+
+    def recv(self, tensor: Any, recv_options: Any) -> None:
+        raise self._cannot("recv")
+
+    def _cannot(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.name} has no {what}: rank 0 broadcasts there, and nothing else")

@@ -1,0 +1,244 @@
+"""The CUDA side of groups on one device, against a double of CUDA's driver: no GPU is needed, and none was tried."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from twinkle_ray.backends import memory as memories
+from twinkle_ray.backends.ipc import IpcGroup, _Peer
+from twinkle_ray.backends.link import Link
+from twinkle_ray.backends.memory import CudaMemory
+from twinkle_ray.errors import BackendUnavailable
+from twinkle_ray.types import Deadline
+
+CPU = torch.device("cpu")
+
+
+class Driver:
+    """Two processes' view of one device. Addresses are those of host memory."""
+
+    def __init__(self) -> None:
+        self.allocations: dict[int, tuple[Any, int, int, bool]] = {}  # base: memory, size, id, legacy
+        self.ids = 0
+        self.handles: list[int] = []
+        self.opened: list[int] = []
+        self.closed: list[int] = []
+
+    def put(self, memory: Any, base: int, size: int, legacy: bool = True) -> None:
+        """What an allocator does."""
+        self.ids += 1
+        self.allocations[base] = memory, size, self.ids, legacy
+
+    def _at(self, address: int) -> tuple[int, tuple[Any, int, int, bool]] | None:
+        return next((pair for pair in self.allocations.items() if pair[0] <= address < pair[0] + pair[1][1]), None)
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        found = self._at(address)
+        assert found is not None
+        return found[0], found[1][1]
+
+    def buffer_id(self, address: int) -> int | None:
+        found = self._at(address)
+        return None if found is None else found[1][2]
+
+    def exportable(self, address: int) -> bool:
+        found = self._at(address)
+        return found is not None and found[1][3]
+
+    def handle(self, base: int) -> bytes:
+        assert self.allocations[base][3]
+        self.handles.append(base)
+        return base.to_bytes(64, "big")
+
+    def open(self, handle: bytes) -> int:
+        base = int.from_bytes(handle, "big")
+        assert base in self.allocations
+        self.opened.append(base)
+        return base
+
+    def close(self, address: int) -> None:
+        self.closed.append(address)
+
+    def allocate(self, nbytes: int) -> int:
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.put(memory, memory.data_ptr(), nbytes)
+        return memory.data_ptr()
+
+    def free(self, address: int) -> None:
+        del self.allocations[address]
+
+
+class Runtime:
+    """torch's side: what is copied is there only when a mark behind it has passed, as on a stream."""
+
+    def __init__(self, polls: int = 3) -> None:
+        self.polls = polls
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.joins = self.drains = 0
+
+    def tensor(self, address: int, nbytes: int, free: Callable[[], None] | None) -> torch.Tensor:
+        made = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+        if free is not None:
+            import weakref
+
+            weakref.finalize(made.untyped_storage(), free)
+        return made
+
+    def copy(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
+        self.waiting += zip(into, of, strict=True)
+
+    def mark(self) -> list[Any]:
+        return [self.polls, len(self.waiting)]
+
+    def passed(self, mark: list[Any]) -> bool:
+        mark[0] -= 1
+        if mark[0] > 0:
+            return False
+        for target, source in self.waiting:
+            target.copy_(source)
+        self.waiting.clear()
+        return True
+
+    def join(self) -> None:
+        self.joins += 1
+
+    def drain(self) -> None:
+        self.drains += 1
+
+
+class Pair:
+    """A sender and a receiver, in one process."""
+
+    def __init__(self) -> None:
+        self.driver = Driver()
+        ends = socket.socketpair()
+        self.groups = [IpcGroup(2, rank, "pair") for rank in range(2)]
+        self.runtimes = [Runtime(), Runtime()]
+        for rank, group in enumerate(self.groups):
+            group._connected = True
+            group._memory = CudaMemory(CPU, self.driver, self.runtimes[rank])
+            group._adopt({1 - rank: _Peer(Link(ends[rank]))})
+
+    def sync(self, *chunks: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """What the receiver gets."""
+        got = [[torch.zeros_like(t) for t in chunk] for chunk in chunks]
+
+        def run(group: Any, mine: Sequence[list[torch.Tensor]]) -> None:
+            group.rally()
+            for chunk in mine:
+                group.broadcast_many(chunk)
+            group.synchronize(Deadline.after(10))
+
+        thread = threading.Thread(target=run, args=(self.groups[1], got))
+        thread.start()
+        run(self.groups[0], chunks)
+        thread.join(10)
+        return got
+
+    def segment(self, nbytes: int, legacy: bool = True) -> torch.Tensor:
+        made = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+        self.driver.put(made, made.data_ptr(), nbytes, legacy)
+        return made
+
+
+@pytest.fixture
+def pair() -> Any:
+    made = Pair()
+    yield made
+    for group in made.groups:
+        group.destroy_group()
+    assert sorted(made.driver.opened) == sorted(made.driver.closed)
+
+
+def equal(got: list[list[torch.Tensor]], *chunks: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for x, y in zip(got, chunks, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_each_allocation_is_opened_once_whatever_lies_in_it(pair: Pair) -> None:
+    one, two = pair.segment(4096), pair.segment(1024)
+    chunks = [one[:100], two[512:], one[1000:2000].view(torch.int32)], [one[4000:], two[:1]]
+    for _ in range(3):
+        one.add_(1)
+        assert equal(pair.sync(*chunks), *chunks)
+    assert sorted(pair.driver.handles) == sorted(pair.driver.opened) == sorted([one.data_ptr(), two.data_ptr()])
+    assert pair.groups[1].counts.repeated == 4
+    assert pair.groups[0].counts.staged == 0
+    assert pair.runtimes[1].joins == 3  # what follows on the receiver's stream waits for the copies
+
+
+def test_an_address_that_comes_again_is_another_allocation(pair: Pair) -> None:
+    segment = pair.segment(4096)
+    chunk = [segment[64:128]]
+    pair.sync(chunk)
+    address = segment.data_ptr()
+    del pair.driver.allocations[address]  # emptied cache, sleep, offload ...
+    pair.driver.put(segment, address, 4096)  # ... and the same address again
+    assert equal(pair.sync(chunk), chunk)
+    assert pair.driver.opened == [address] * 2
+    assert pair.driver.closed == [address]
+    assert pair.runtimes[1].drains == 1  # nothing may still read from what is closed
+    assert pair.groups[0].counts.repeated == 0
+    assert equal(pair.sync(chunk), chunk)
+    assert pair.groups[0].counts.repeated == 1
+
+
+def test_expandable_segments_go_through_two_slots_of_our_own(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    segment = pair.segment(4096, legacy=False)
+    chunks = [[segment[n : n + 512]] for n in range(0, 4096, 512)]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert equal(pair.sync(*chunks), *chunks)
+    assert caplog.text.count("expandable_segments:False avoids that") == 1
+    assert len(pair.driver.opened) == 2
+    assert pair.groups[0].counts.staged == 2 * 4096
+    assert len(pair.driver.allocations) == 3
+    pair.groups[1].destroy_group()
+    pair.groups[0].destroy_group()
+    assert len(pair.driver.allocations) == 1
+
+
+def test_nothing_is_told_before_the_device_has_done_it(pair: Pair) -> None:
+    segment = pair.segment(256)
+    sender, receiver = pair.groups
+    sender.rally()
+    receiver.rally()
+    pair.runtimes[0].polls = pair.runtimes[1].polls = 1 << 30
+    sender.broadcast_many([segment])
+    mine = torch.zeros(256, dtype=torch.uint8)
+    receiver.broadcast_many([mine])
+    for _ in range(5):
+        sender._advance()
+        receiver._advance()
+    assert receiver.counts.opened == 0  # the sender's stream has not made the bytes yet
+    sender._queue[0].mark[0] = 1
+    for _ in range(5):
+        sender._advance()
+        receiver._advance()
+    assert receiver.counts.opened == 1
+    assert [op.number for op in sender._flying] == [2]  # launched at the receiver, but not copied
+    receiver._flying[-1].mark[0] = 1
+    for _ in range(5):
+        receiver._advance()
+        sender._advance()
+    assert not sender._flying
+    assert torch.equal(mine, segment)
+
+
+def test_devices_without_a_way_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendUnavailable, match="NPU IPC exists in torch_npu, but was never run"):
+        memories.memory_of(torch.device("meta"))
+
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(memories.ctypes, "CDLL", missing)
+    with pytest.raises(BackendUnavailable, match=r"libcuda\.so\.1 does not load"):
+        memories.CudaDriver()

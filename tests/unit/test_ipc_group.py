@@ -1,0 +1,484 @@
+"""Groups on one device, on a CPU: one copy through shared memory, and every way in which that ends."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from tests.unit.members import Member, Seat, footprint, introduce, members, no_more, results
+from twinkle_ray.backends import memory as memories
+from twinkle_ray.errors import ConfigError, ManifestMismatch, PeerLost, SyncAborted, SyncTimeout
+from twinkle_ray.types import Deadline
+
+IPC = "TWINKLE_IPC"
+
+
+def joined(seat: Seat, **kwargs: Any) -> Any:
+    return Seat(seat.rank, seat.world_size, seat.pipe, IPC).group(**kwargs)
+
+
+def left_behind(people: list[Member]) -> list[str]:
+    """Files of shared memory that one of these could have forgotten; torch puts the process's number into a name."""
+    numbers = [f"_{member.process.pid}_" for member in people]
+    return [name for name in os.listdir("/dev/shm") if any(number in name for number in numbers)]
+
+
+def raw(some: list[torch.Tensor]) -> list[bytes]:
+    return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in some]
+
+
+def objects(module: list[torch.Tensor]) -> set[int]:
+    """Inodes of the mapped memory in which tensors lie, as the kernel lists them."""
+    found = set()
+    spans = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split()
+        start, stop = (int(part, 16) for part in fields[0].split("-"))
+        spans.append((start, stop, int(fields[4])))
+    for tensor in module:
+        found |= {inode for start, stop, inode in spans if start <= tensor.data_ptr() < stop}
+    return found
+
+
+def mapped() -> set[int]:
+    return {int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines()}
+
+
+def tensors(seed: int) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    whole = torch.randn(50, 30)
+    return [torch.randn(1000), whole[10:20], torch.randint(0, 9, (7,)), torch.randn(3, dtype=torch.bfloat16), whole[:3]]
+
+
+# --- bytes -------------------------------------------------------------------------------------------------------
+
+
+def one_copy(seat: Seat, rounds: int) -> Any:
+    group = joined(seat)
+    mine = tensors(1 if seat.rank == 0 else 2)
+    seen = []
+    if seat.rank == 0:
+        before = [(id(t), t.clone()) for t in mine]
+        group.host(mine)
+        assert all(id(t) == i and torch.equal(t, v) for t, (i, v) in zip(mine, before, strict=True))
+        mine[1][0, 0] = 17.0  # a view still is one of the same memory
+        assert mine[1]._base[10, 0] == 17.0
+    for number in range(rounds):
+        group.rally()
+        if seat.rank == 0:
+            for tensor in mine:
+                tensor.add_(1)
+        group.broadcast_many(mine[:2])
+        group.broadcast_many(mine[2:])
+        group.synchronize(Deadline.after(10))
+        seen.append(raw(mine))
+        if seat.rank and number == 0:
+            shared = mapped()
+    counts = vars_of(group.counts)
+    inodes = objects(mine) if seat.rank == 0 else shared
+    group.destroy_group()
+    if seat.rank:
+        inodes = inodes, mapped()
+    return seen, counts, inodes
+
+
+def vars_of(counts: Any) -> dict[str, int]:
+    return {name: getattr(counts, name) for name in type(counts).__slots__}
+
+
+def test_each_byte_is_copied_once_from_where_it_lies_to_where_it_belongs() -> None:
+    with members(one_copy, 3, 3) as people:
+        introduce(people)
+        (sent, counts, ours), *others = results(people)
+        assert left_behind(people) == []
+    nbytes = sum(map(len, sent[0]))
+    assert counts["hosted"] == 4000 + 6000 + 56 + 6
+    assert (counts["staged"], counts["shared"], counts["repeated"]) == (0, 3 * nbytes, 4)
+    for got, theirs, (during, after) in others:
+        assert got == sent
+        assert sent[0] != sent[1]
+        assert (theirs["copied"], theirs["opened"], theirs["repeated"]) == (3 * nbytes, 4, 4)
+        assert ours <= during  # the very memory of the sender's tensors was mapped, says the kernel
+        assert not ours & after
+
+
+def new_storages(seat: Seat) -> Any:
+    group = joined(seat)
+    mine = torch.nn.Parameter(torch.zeros(1 << 16))
+    seen = []
+    for number in range(6):
+        if seat.rank == 0:
+            if number in (2, 4):
+                mine.data = torch.zeros(1 << 16)  # the old memory goes, and perhaps its address comes again
+            with torch.no_grad():
+                mine.fill_(number + 1)
+            group.host([mine])
+        group.rally()
+        group.broadcast_many([mine.detach()])
+        group.synchronize(Deadline.after(10))
+        seen.append(mine.unique().tolist())
+    counts, held = group.counts, len(group._opened)
+    group.destroy_group()
+    return seen, counts.opened, counts.repeated, held
+
+
+def test_memory_that_was_exchanged_is_noticed_and_the_old_one_is_let_go() -> None:
+    with members(new_storages, 2) as people:
+        introduce(people)
+        (sent, _, repeated, _), (got, opened, again, held) = results(people)
+    assert sent == got == [[n + 1.0] for n in range(6)]
+    assert (opened, held, repeated, again) == (3, 1, 3, 3)
+
+
+def through_slots(seat: Seat, kind: str) -> Any:
+    group = joined(seat)
+    torch.manual_seed(seat.rank)
+    if kind == "loaded" and seat.rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            safetensors.torch.save_file({"a": torch.rand(100)}, f"{folder}/a.safetensors")
+            mine = safetensors.torch.load_file(f"{folder}/a.safetensors")["a"]
+            before = mine.clone()
+    elif kind == "mapped" and seat.rank == 0:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(os.urandom(400))
+            file.flush()
+            mine = torch.from_file(file.name, shared=False, size=100)
+    elif kind == "numpy" and seat.rank == 0:
+        array = np.random.default_rng(1).random(100, dtype=np.float32)
+        mine = torch.from_numpy(array)
+    else:
+        mine = torch.rand(100)
+    if kind == "full" and seat.rank == 0:
+        memories._SPARE = 1 << 60
+    if seat.rank == 0:
+        group.host([mine, torch.zeros(1)])
+        if kind == "numpy":
+            array[0] = 5.0
+            assert mine[0] == 5.0  # still one memory
+        if kind == "loaded":
+            assert torch.equal(mine, before)
+    got = []
+    for _ in range(2):
+        group.rally()
+        for _ in range(7):  # more than there are slots
+            if seat.rank:
+                mine = torch.zeros(100)
+            else:
+                mine = mine if kind in ("loaded", "mapped", "numpy", "full") else torch.rand(100)
+            group.broadcast_many([mine])
+            got.append(mine)
+            if kind == "waits":
+                group.settle(Deadline.after(10), 1)
+        group.synchronize(Deadline.after(10))
+    counts = group.counts
+    slots = sum(slot.memory.nbytes for slot in group._slots if slot.memory is not None)
+    group.destroy_group()
+    return [t.view(torch.uint8).tolist() for t in got], counts.staged, counts.copied, slots
+
+
+@pytest.mark.parametrize("kind", ["made", "waits", "mapped", "numpy", "full"])
+def test_what_cannot_be_shared_goes_through_two_slots(kind: str) -> None:
+    with members(through_slots, 3, kind) as people:
+        introduce(people)
+        (sent, staged, _, slots), *others = results(people)
+    assert staged == 14 * 400
+    assert slots == 2 * 448
+    for got, _, copied, _ in others:
+        assert got == sent
+        assert copied == staged
+
+
+def test_what_was_loaded_from_a_checkpoint_is_moved_once() -> None:
+    with members(through_slots, 2, "loaded") as people:
+        introduce(people)
+        (sent, staged, _, slots), (got, _, copied, _) = results(people)
+    assert got == sent
+    assert (staged, slots, copied) == (0, 0, 14 * 400)
+
+
+def many(seat: Seat, count: int) -> Any:
+    """More blocks than descriptors fit into a message, more messages than a socket holds, in both directions."""
+    group = joined(seat)
+    mine = [torch.full((3,), n + 1.0) if seat.rank == 0 else torch.zeros(3) for n in range(count)]
+    if seat.rank == 0:
+        group.host(mine)
+    for _ in range(2):
+        group.rally()
+        for tensor in mine:
+            group.broadcast_many([tensor])
+        group.broadcast_many(mine)
+        group.synchronize(Deadline.after(30))
+    assert all(t.tolist() == [n + 1.0] * 3 for n, t in enumerate(mine))
+    group.destroy_group()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_thousands_of_chunks_and_storages() -> None:
+    with members(many, 2, 1500) as people:
+        introduce(people)
+        sender, receiver = results(people, 60)
+    assert sender > 1400  # its own shared memory
+    assert receiver < 40  # mapped without keeping descriptors
+
+
+# --- order and mistakes ------------------------------------------------------------------------------------------
+
+
+def late_receiver(seat: Seat) -> Any:
+    group = joined(seat)
+    mine = torch.full((10,), 1.0 - seat.rank)
+    if seat.rank == 2:
+        assert seat.hear() == "come"
+    with pytest.raises(SyncTimeout if seat.rank == 1 else SyncAborted):  # noqa: PT012
+        group.rally()
+        group.broadcast_many([mine])
+        group.synchronize(Deadline.after(0.5 if seat.rank == 1 else 5.0))
+    return mine.sum().item()
+
+
+def test_nothing_moves_before_all_have_come_and_a_deadline_ends_it_for_all() -> None:
+    with members(late_receiver, 3) as people:
+        introduce(people)
+        assert results(people[:2]) == [10.0, 0.0]
+        people[2].say("come")
+        assert results(people[2:]) == [-10.0]
+
+
+def disagree(seat: Seat, how: str) -> str:
+    group = joined(seat)
+    group.rally()
+    if how == "arguments":
+        with pytest.raises(ConfigError, match="only rank 0 can"):
+            group.broadcast_many([torch.zeros(4)], src=1)
+        with pytest.raises(ConfigError, match="contiguous"):
+            group.broadcast_many([torch.zeros(4, 4).t()])
+        with pytest.raises(ConfigError, match="has no allreduce"):
+            group.allreduce([torch.zeros(4)])
+        one = torch.full((2,), float(1 - seat.rank))
+        group.broadcast([one])
+        group.barrier()
+        return str(one.tolist())
+    try:
+        if how == "order" and seat.rank:
+            group.rally()
+        else:
+            group.broadcast_many([torch.zeros(4 + (how == "size" and seat.rank))])
+        group.synchronize(Deadline.after(10))
+    except (ManifestMismatch, SyncAborted, PeerLost) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_ranks_that_disagree_say_so() -> None:
+    for how, word in (("size", "ManifestMismatch"), ("order", "ManifestMismatch")):
+        with members(disagree, 2, how) as people:
+            introduce(people)
+            assert word in results(people)
+    with members(disagree, 2, "arguments") as people:
+        introduce(people)
+        assert results(people) == ["[1.0, 1.0]"] * 2
+
+
+# --- failures ----------------------------------------------------------------------------------------------------
+
+
+def victim(seat: Seat, part: str) -> Any:
+    """Half of a sync is done, then somebody goes."""
+    group = joined(seat)
+    mine = torch.full((1000,), 1.0 - seat.rank)
+    group.rally()
+    group.broadcast_many([mine])
+    group.synchronize(Deadline.after(10))
+    seat.say("half")
+    order = seat.hear()
+    if order == "abort":
+        group.abort("enough")
+    if order == "stay":
+        time.sleep(60)
+    start = time.monotonic()
+    try:
+        group.rally()
+        group.broadcast_many([mine])
+        group.synchronize(Deadline.after(20))
+    except (SyncAborted, PeerLost, SyncTimeout) as error:
+        took = time.monotonic() - start
+        group.destroy_group()
+        group.destroy_group()
+        return type(error).__name__, list(error.actors), took < 3
+    return "nothing", [], True
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_killed_member_releases_the_others_and_leaves_nothing_behind(killed: int) -> None:
+    with members(victim, 3, "") as people:
+        introduce(people)
+        for member in people:
+            assert member.hear() == "half"
+        for rank, member in enumerate(people):
+            member.say("stay" if rank == killed else "go on")
+        time.sleep(0.3)
+        people[killed].kill()
+        rest = results([member for rank, member in enumerate(people) if rank != killed])
+    assert [(kind, soon) for kind, _, soon in rest] == [("PeerLost", True)] * 2
+    assert all(actors == [f"rank {killed}"] for _, actors, _ in rest)
+    assert left_behind(people) == []
+
+
+def test_an_abort_releases_a_member_that_waits() -> None:
+    with members(victim, 2, "") as people:
+        introduce(people)
+        for member in people:
+            assert member.hear() == "half"
+        people[0].say("go on")
+        time.sleep(0.2)
+        people[1].say("abort")
+        rest = results(people)
+    assert rest == [("SyncAborted", ["rank 1"], True)] * 2
+
+
+def stopped(seat: Seat) -> Any:
+    group = joined(seat)
+    group.rally()
+    group.broadcast_many([torch.zeros(10)])
+    seat.say("there")
+    if seat.rank:
+        time.sleep(60)
+    start = time.monotonic()
+    with pytest.raises(SyncTimeout, match=r"waited 1\.0 s"):
+        group.synchronize(Deadline.after(1.0))
+    return time.monotonic() - start
+
+
+def test_a_deadline_ends_the_wait_for_a_member_that_does_nothing() -> None:
+    with members(stopped, 2) as people:
+        introduce(people)
+        assert people[0].hear() == people[1].hear() == "there"
+        assert 0.9 < results(people[:1])[0] < 2.0
+
+
+def over_and_over(seat: Seat) -> Any:
+    """Groups come and go, in order, aborted, with blocks of their own."""
+    sizes = []
+    for number in range(4):
+        group = joined(seat)
+        mine = [torch.full((100,), float(number)) if seat.rank == 0 else torch.zeros(100) for _ in range(20)]
+        if seat.rank == 0:
+            group.host(mine[:10])
+        group.rally()
+        group.broadcast_many(mine)
+        group.synchronize(Deadline.after(10))
+        assert mine[3].tolist() == mine[15].tolist() == [float(number)] * 100
+        if number % 2:
+            time.sleep(0.3)  # until both have got here
+            group.abort("for once")
+        group.destroy_group()
+        with pytest.raises((ConfigError, SyncAborted)):
+            group.rally()
+        del mine, group
+        time.sleep(0.1)
+        sizes.append((*footprint(), len(mapped())))
+    return sizes
+
+
+def test_groups_leave_no_threads_descriptors_or_mappings_behind() -> None:
+    with members(over_and_over, 2) as people:
+        for _ in range(4):
+            introduce(people)
+        for sizes in results(people):
+            assert no_more(sizes[-1][:2], sizes[0][:2])
+            assert sizes[-1][2] <= sizes[0][2] + 1
+
+
+def stuck(seat: Seat) -> Any:
+    """A thread that is in the middle of a copy is left behind, and what it copies from must stay mapped."""
+    group = joined(seat)
+    mine = torch.full((1 << 20,), 1.0 - seat.rank)
+    if seat.rank == 0:
+        group.host([mine])
+        group.rally()
+        group.broadcast_many([mine])
+        with pytest.raises((SyncAborted, PeerLost)):
+            group.synchronize(Deadline.after(10))
+        return True
+    inside, go_on = threading.Event(), threading.Event()
+    copy = memories.SharedMemory.copy
+
+    def slow(memory: Any, into: Any, of: Any) -> None:
+        inside.set()
+        assert go_on.wait(20)
+        copy(memory, into, of)
+
+    memories.SharedMemory.copy = slow  # type: ignore[method-assign]
+    errors = []
+
+    def receive() -> None:
+        group.rally()
+        group.broadcast_many([mine])
+        try:
+            group.synchronize(Deadline.after(10))
+        except SyncAborted as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    assert inside.wait(10)
+    group.abort("the driver has left")
+    group.destroy_group()
+    held = len(group._opened)
+    go_on.set()
+    thread.join(10)
+    return held, len(group._opened), len(errors), mine.sum().item()
+
+
+def test_a_copy_that_was_given_up_keeps_its_memory_until_it_ends() -> None:
+    with members(stuck, 2) as people:
+        introduce(people)
+        assert results(people) == [True, (1, 0, 1, float(1 << 20))]
+
+
+def stranger(seat: Seat) -> Any:
+    import socket
+
+    from twinkle_ray.backends import link
+
+    if seat.rank == 0:
+        host = link.Host()
+        seat.say(host.address)
+        with pytest.raises(SyncTimeout, match="rank 1 did not call"):
+            host.accept([1], Deadline.after(1.0), lambda: None)
+        links = host.accept([1], Deadline.after(10.0), lambda: None)
+        return sorted(links)
+    address = seat.hear()
+    name, key = address.split()
+    held = []
+    for sent in (
+        b"",
+        b"\xff" * 50,
+        b'\x19\x00\x00\x00{"rank": 1, "key": "none"}',
+        b'\x14\x00\x00\x00{"rank":1,"key":"%s' % b"x",
+    ):
+        held.append(socket.socket(socket.AF_UNIX))
+        held[-1].connect(f"\0{name}")
+        held[-1].sendall(sent)
+    with pytest.raises(PeerLost, match="does not listen"):
+        link.call(f"{name}x {key}", 1, Deadline.after(5.0), lambda: None)
+    assert seat.hear() == "now"
+    mine = link.call(address, 1, Deadline.after(10.0), lambda: None)
+    return [mine.fileno() > 0]
+
+
+def test_nobody_gets_in_without_the_key() -> None:
+    with members(stranger, 2) as people:
+        people[1].say(people[0].hear())
+        time.sleep(1.2)
+        people[1].say("now")
+        assert results(people) == [[1], [True]]

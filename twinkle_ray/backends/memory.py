@@ -1,0 +1,574 @@
+"""Memory that another process of the same device can read: which there is, how it is named, opened and copied from.
+
+A :class:`Memory` is one kind of device's way. At the sender it says in which *block* a tensor lies: a piece of memory
+that can be opened elsewhere as a whole, such as a shared storage or an allocation of the device's driver. A block's
+name is never another one's, also if the same address comes again, so what was opened once stays right for as long as
+the name is alive. At the receiver it opens blocks and copies out of them.
+
+On a CPU a block is a shared storage. Those of the sender's own parameters are moved into shared memory once, in place
+(:meth:`SharedMemory.host`): the tensors stay the same objects, and every view of a storage goes with it. All shared
+memory is nameless (a descriptor is handed over), so a process that is killed leaves nothing behind in ``/dev/shm``.
+
+On an NVIDIA GPU a block is an allocation of the driver, opened by CUDA IPC. **Written against CUDA's documentation and
+tried with a double of the driver only; not run on a GPU yet.**
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import resource
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from twinkle_ray.errors import BackendUnavailable, SyncError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What another process needs to open a block.
+
+    Attributes:
+        nbytes: of the block.
+        handle: plain text, ``""`` if the descriptor is all.
+        fd: a descriptor to hand over, -1 for none. The memory keeps it.
+    """
+
+    nbytes: int
+    handle: str = ""
+    fd: int = -1
+
+
+class Memory(Protocol):
+    """One kind of device's way to share memory. All calls come from one thread."""
+
+    device: torch.device
+    batch_nbytes: int
+    """Of one copy, behind which a receiver looks whether it is still wanted."""
+
+    # at the sender
+
+    def locate(self, view: torch.Tensor) -> tuple[str, int] | None:
+        """Name of the block in which a contiguous tensor of at least one byte lies and its offset there, in bytes;
+        ``None``: in none that can be shared."""
+        ...
+
+    def alive(self, name: str) -> bool:
+        """Whether a block that was located is still there and still the same one."""
+        ...
+
+    def export(self, name: str) -> Export:
+        """For a block that was just located."""
+        ...
+
+    def slot(self, nbytes: int) -> torch.Tensor:
+        """New memory that can be shared, 1-D of uint8; it lives as long as the tensor."""
+        ...
+
+    def host(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Make these tensors' memory such that it can be shared, in place, where that is possible; bytes moved."""
+        ...
+
+    # at the receiver
+
+    def open(self, export: Export) -> torch.Tensor:
+        """All of a block, 1-D of uint8, not to be written to. Takes over ``export.fd``."""
+        ...
+
+    def close(self, block: torch.Tensor) -> None:
+        """Give up what was opened; no view of it may be used any more."""
+        ...
+
+    # at both
+
+    def copy(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
+        """Copy bytes, in the order of everything that was copied before; it may only be launched."""
+        ...
+
+    def mark(self) -> Any:
+        """Stands for all that was copied up to now, and, at the sender, for what the calling thread has put on the
+        device's current stream."""
+        ...
+
+    def passed(self, mark: Any) -> bool:
+        """Whether all that a mark stands for has ended."""
+        ...
+
+    def join(self) -> None:
+        """Let what the calling thread puts on the device next wait for all copies."""
+        ...
+
+
+# --- CPU -----------------------------------------------------------------------------------------------------------
+
+_SHM = "/dev/shm"
+_SPARE = 16 << 20
+_LOCK_S = 5.0
+SMALL = 64 << 10
+"""Bytes of a storage under which it may take a place only as long as three quarters of the descriptors are free: a
+model may have tens of thousands of them, and each shared one holds a descriptor of its process."""
+
+
+class SharedMemory:
+    """See :class:`Memory`."""
+
+    batch_nbytes = 64 << 20
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mmap.restype = ctypes.c_void_p
+        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._known: dict[str, tuple[_Weak, Export]] = {}
+        self._names: dict[int, str] = {}  # by address
+        self._refused: dict[int, _Weak] = {}  # that cannot be moved, by address
+        self._said = False
+
+    def locate(self, view: torch.Tensor) -> tuple[str, int] | None:
+        storage = view.untyped_storage()
+        address = storage.data_ptr()
+        name = self._names.get(address)
+        if name is None or not self.alive(name):
+            name = self._learn(storage, address)
+        return None if name is None else (name, view.data_ptr() - address)
+
+    def _learn(self, storage: torch.UntypedStorage, address: int) -> str | None:
+        if not storage.is_shared():
+            return None
+        try:
+            fd, nbytes = storage._share_fd_cpu_()  # of what is shared already it only tells
+            found = os.fstat(fd)
+        except (OSError, RuntimeError):  # a file that was mapped, or memory shared by name: no descriptor is kept
+            return None
+        if found.st_size < nbytes:
+            return None
+        name = f"{found.st_dev}:{found.st_ino}"
+        self._forget_dead()
+        self._known[name] = _Weak(storage), Export(nbytes, fd=fd)
+        self._names[address] = name
+        return name
+
+    def _forget_dead(self) -> None:
+        for name in [name for name, (weak, _) in self._known.items() if weak.dead]:
+            del self._known[name]
+        self._names = {address: name for address, name in self._names.items() if name in self._known}
+        self._refused = {address: weak for address, weak in self._refused.items() if not weak.dead}
+
+    def alive(self, name: str) -> bool:
+        known = self._known.get(name)
+        return known is not None and not known[0].dead
+
+    def export(self, name: str) -> Export:
+        return self._known[name][1]
+
+    def slot(self, nbytes: int) -> torch.Tensor:
+        fd = os.memfd_create("twinkle_ray", os.MFD_CLOEXEC)  # not in /dev/shm, so not bounded by its size
+        try:
+            os.truncate(fd, nbytes)
+            shared: Any = torch.UntypedStorage
+            storage = shared._new_shared_fd_cpu(fd, nbytes)  # which has a duplicate
+        finally:
+            os.close(fd)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def host(self, tensors: Iterable[torch.Tensor]) -> int:
+        storages: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if not storage.nbytes() or ((name := self._names.get(address)) is not None and self.alive(name)):
+                continue
+            refused = self._refused.get(address)
+            if (refused is None or refused.dead) and self._learn(storage, address) is None:
+                storages[address] = storage
+        if not storages:
+            return 0
+        moved = 0
+        why: dict[str, int] = {}
+        with _alone_in_shm():
+            held = len(os.listdir("/proc/self/fd"))
+            loaded = [] if all(storage.resizable() for storage in storages.values()) else _loaded_files()
+            for address, storage in sorted(storages.items(), key=lambda one: -one[1].nbytes()):
+                problem = _unmovable(storage, held, loaded)
+                if problem is None:
+                    storage._share_fd_cpu_()
+                    held += 1
+                    moved += storage.nbytes()
+                    continue
+                why[problem] = why.get(problem, 0) + storage.nbytes()
+                self._refused[address] = _Weak(storage)
+        if why and not self._said:
+            self._said = True
+            logger.warning(
+                "%s cannot be moved into shared memory and will be copied twice at each sync: %s",
+                f"{sum(why.values()) / 2**20:.1f} MiB of the trainer's weights",
+                "; ".join(f"{nbytes / 2**20:.1f} MiB {problem}" for problem, nbytes in why.items()),
+            )
+        return moved
+
+    def open(self, export: Export) -> torch.Tensor:
+        try:
+            nbytes = export.nbytes
+            if os.fstat(export.fd).st_size < nbytes:
+                raise SyncError("a piece of shared memory is smaller than its sender says", phase="transfer")
+            # Not by torch's own function, which keeps a descriptor as long as the memory is mapped.
+            address = self._libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, export.fd, 0)
+        finally:
+            os.close(export.fd)
+        if address in (None, ctypes.c_void_p(-1).value):
+            code = ctypes.get_errno()
+            raise SyncError(f"shared memory of {nbytes} bytes cannot be mapped: {os.strerror(code)}", phase="transfer")
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+    def close(self, block: torch.Tensor) -> None:
+        self._libc.munmap(block.data_ptr(), block.nbytes)
+
+    def copy(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
+        for target, source in zip(into, of, strict=True):
+            target.copy_(source)
+
+    def mark(self) -> Any:
+        return None
+
+    def passed(self, mark: Any) -> bool:
+        return True
+
+    def join(self) -> None:
+        pass
+
+
+class _Weak:
+    """A weak reference to a storage, not to the Python object that stands for it now."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        from torch.multiprocessing import reductions
+
+        weak_ref: Any = reductions.StorageWeakRef
+        self._ref = weak_ref(storage)
+
+    @property
+    def dead(self) -> bool:
+        return bool(self._ref.expired())
+
+
+def _loaded_files() -> list[tuple[int, int]]:
+    """Where this process has mapped checkpoints for itself alone, as safetensors does: each tensor that was loaded has
+    a part of such a mapping for its storage, and nobody else sees what is written there."""
+    found = []
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            span, kind, *rest = line.split(maxsplit=5)
+            if kind.endswith("p") and rest[-1].strip().removesuffix(" (deleted)").endswith(".safetensors"):
+                start, _, stop = span.partition("-")
+                found.append((int(start, 16), int(stop, 16)))
+    return found
+
+
+def _unmovable(storage: torch.UntypedStorage, held: int, loaded: Sequence[tuple[int, int]]) -> str | None:
+    """Why a storage cannot be moved into shared memory, in place; ``None``: it can.
+
+    Args:
+        held: descriptors that this process has open.
+        loaded: see :func:`_loaded_files`.
+    """
+    nbytes = storage.nbytes()
+    if not storage.resizable() and not any(start <= storage.data_ptr() < stop for start, stop in loaded):
+        # Of numpy, for one, whose array would not see any more what is written to the tensor.
+        return "belong to somebody else (a mapped file, numpy)"
+    if torch.cuda.is_available() and storage.is_pinned():
+        return "are pinned"
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if held >= (limit // 4 if nbytes < SMALL else limit // 2):
+        return f"would take too many of this process's {limit} descriptors"
+    found = os.statvfs(_SHM)
+    if found.f_bavail * found.f_frsize < nbytes + _SPARE:
+        return f"find no room in {_SHM}; give the container a larger one, such as --shm-size"
+    return None
+
+
+@contextlib.contextmanager
+def _alone_in_shm() -> Iterator[None]:
+    """Between the look at how much is free and the last page taken, no other trainer of this machine takes any: memory
+    that is promised and not there kills a process."""
+    fd = os.open(_SHM, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        until = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > until:  # stuck, or slow: rather without
+                    break
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+# --- CUDA ----------------------------------------------------------------------------------------------------------
+
+LARGE = 1 << 20
+"""Bytes from which a tensor is copied by a call of its own, which the driver does at the device's own rate; smaller
+ones go together through torch's batched kernel."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class CudaDriver:
+    """The few calls of CUDA's driver that are needed, by ctypes, in the context that is current where it is made
+    (torch's). What opens or frees may be called in any thread; the rest where that context is current.
+
+    Raises:
+        BackendUnavailable: there is no driver.
+    """
+
+    _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+    _LEGACY_IPC = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+    _LAZY_PEER = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+    def __init__(self) -> None:
+        try:
+            self._lib = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise BackendUnavailable(
+                f"CUDA IPC needs NVIDIA's driver, but libcuda.so.1 does not load: {error}"
+            ) from None
+        self._context = ctypes.c_void_p()
+        self._do("cuCtxGetCurrent", ctypes.byref(self._context))
+
+    @contextlib.contextmanager
+    def _in_context(self) -> Iterator[None]:
+        self._do("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._do("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        """Base and size of the allocation in which an address lies."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._do("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        return base.value, size.value
+
+    def buffer_id(self, address: int) -> int | None:
+        """A number that no other allocation of this process ever has; ``None``: nothing is allocated there."""
+        found = ctypes.c_uint64()
+        code = self._lib.cuPointerGetAttribute(
+            ctypes.byref(found), ctypes.c_int(self._BUFFER_ID), ctypes.c_uint64(address)
+        )
+        return None if code else found.value
+
+    def exportable(self, address: int) -> bool:
+        """Whether it was allocated in a way that IPC handles can be made of: not by expandable segments."""
+        found = ctypes.c_int()
+        code = self._lib.cuPointerGetAttribute(
+            ctypes.byref(found), ctypes.c_int(self._LEGACY_IPC), ctypes.c_uint64(address)
+        )
+        return not code and bool(found.value)
+
+    def handle(self, base: int) -> bytes:
+        made = _Handle()
+        with self._in_context():
+            self._do("cuIpcGetMemHandle", ctypes.byref(made), ctypes.c_uint64(base))
+        return bytes(bytearray(made))
+
+    def open(self, handle: bytes) -> int:
+        """Address here of a block of another process."""
+        address = ctypes.c_uint64()
+        wanted = _Handle.from_buffer_copy(handle)
+        with self._in_context():
+            self._do("cuIpcOpenMemHandle_v2", ctypes.byref(address), wanted, ctypes.c_uint(self._LAZY_PEER))
+        return address.value
+
+    def close(self, address: int) -> None:
+        with self._in_context():
+            self._do("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def allocate(self, nbytes: int) -> int:
+        address = ctypes.c_uint64()
+        with self._in_context():
+            self._do("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        return address.value
+
+    def free(self, address: int) -> None:
+        with self._in_context():
+            self._do("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def _do(self, name: str, *args: Any) -> None:
+        code = getattr(self._lib, name)(*args)
+        if code:
+            text = ctypes.c_char_p()
+            self._lib.cuGetErrorName(ctypes.c_int(code), ctypes.byref(text))
+            raise SyncError(f"{name} failed with {(text.value or b'').decode() or code}", phase="transfer")
+
+
+class CudaMemory:
+    """See :class:`Memory`.
+
+    Args:
+        device: of torch; it must be the current one of the calling thread in every call.
+        driver: of CUDA.
+        runtime: torch's side of it.
+    """
+
+    batch_nbytes = 1 << 62  # a launch takes no time
+
+    def __init__(self, device: torch.device, driver: Any = None, runtime: Any = None) -> None:
+        self.device = device
+        self._driver = driver if driver is not None else CudaDriver()
+        self._runtime = runtime if runtime is not None else _Runtime(device)
+        self._blocks: dict[str, tuple[int, int]] = {}  # base and size, by name
+        self._last = (0, 0, "")
+        self._said = False
+
+    def locate(self, view: torch.Tensor) -> tuple[str, int] | None:
+        address = view.data_ptr()
+        base, stop, name = self._last
+        if not (base <= address < stop and self.alive(name)):
+            if not self._driver.exportable(address):
+                self._say()
+                return None
+            base, size = self._driver.address_range(address)
+            name = f"{base:x}:{self._driver.buffer_id(base)}"
+            self._blocks[name] = base, size
+            self._last = base, base + size, name
+        return name, address - base
+
+    def _say(self) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "this trainer's memory cannot be shared by CUDA IPC handles (torch's expandable segments?) and is "
+                "copied twice at each sync, through two buckets; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False "
+                "avoids that"
+            )
+
+    def alive(self, name: str) -> bool:
+        block = self._blocks.get(name)
+        if block is not None and f"{block[0]:x}:{self._driver.buffer_id(block[0])}" == name:
+            return True
+        self._blocks.pop(name, None)
+        return False
+
+    def export(self, name: str) -> Export:
+        base, size = self._blocks[name]
+        return Export(size, self._driver.handle(base).hex())
+
+    def slot(self, nbytes: int) -> torch.Tensor:
+        address = self._driver.allocate(nbytes)
+        return self._runtime.tensor(address, nbytes, lambda: self._driver.free(address))
+
+    def host(self, tensors: Iterable[torch.Tensor]) -> int:
+        return 0
+
+    def open(self, export: Export) -> torch.Tensor:
+        address = self._driver.open(bytes.fromhex(export.handle))
+        return self._runtime.tensor(address, export.nbytes, None)
+
+    def close(self, block: torch.Tensor) -> None:
+        self._runtime.drain()
+        self._driver.close(block.data_ptr())
+
+    def copy(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
+        self._runtime.copy(into, of)
+
+    def mark(self) -> Any:
+        return self._runtime.mark()
+
+    def passed(self, mark: Any) -> bool:
+        return bool(self._runtime.passed(mark))
+
+    def join(self) -> None:
+        self._runtime.join()
+
+
+class _Runtime:
+    """torch's side: a stream of our own, events, tensors over foreign addresses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda: Any = torch.cuda
+        self._stream = self._cuda.Stream(device)
+
+    def tensor(self, address: int, nbytes: int, free: Any) -> torch.Tensor:
+        return torch.as_tensor(_Foreign(address, nbytes, free), device=self._device)
+
+    def copy(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+            for target, source in zip(into, of, strict=True):
+                if target.nbytes >= LARGE:
+                    target.copy_(source, non_blocking=True)
+                else:
+                    small[0].append(target)
+                    small[1].append(source)
+            if small[0]:
+                torch._foreach_copy_(small[0], small[1])
+
+    def mark(self) -> Any:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        event = self._cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def passed(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def drain(self) -> None:
+        self._stream.synchronize()
+
+
+class _Foreign:
+    """Memory of which torch knows nothing; ``free`` is called when the last tensor over it is gone."""
+
+    def __init__(self, address: int, nbytes: int, free: Any) -> None:
+        self._free = free
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+    def __del__(self) -> None:
+        if self._free is not None:
+            with contextlib.suppress(Exception):
+                self._free()
+
+
+def memory_of(device: torch.device) -> Memory:
+    """The way of a device.
+
+    Raises:
+        BackendUnavailable: there is none.
+    """
+    if device.type == "cpu":
+        return SharedMemory()
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.mem_get_info()  # so that the device's context is current in this thread
+            return CudaMemory(device)
+    raise BackendUnavailable(
+        f"memory of {device.type} devices is not shared between processes here: NPU IPC exists in torch_npu, but was "
+        "never run; use weight_sync_mode='auto' or 'gloo'"
+    )
