@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # The only code that may name a kind of device: the backends, and the driver's choice among them.
-DEVICE_MODULES = {"twinkle_ray/manager.py"}
+DEVICE_MODULES = {"twinkle_ray/routes.py"}
 DEVICE_PACKAGES = ("twinkle_ray/backends/",)
 
 # Of the discard service. A datagram socket is connected to it, and sends nothing, to learn the route to a host.

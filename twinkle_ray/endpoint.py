@@ -279,7 +279,13 @@ class Endpoint:
                 old, self.group, operation.group = self.group, None, None
             if old is not None:
                 backends.destroy_group(old)
-            groups = [self._make(seat) for seat in seats]
+            groups: list[SyncGroup] = []
+            try:
+                groups += (self._make(seat) for seat in seats)
+            except BaseException:
+                for made in groups:
+                    backends.destroy_group(made)
+                raise
             # The one on this device first: the others make progress while it is waited for.
             groups.sort(key=lambda one: one.name != backends.IPC)
             group = groups[0]
@@ -300,16 +306,20 @@ class Endpoint:
             for meeting in opened:
                 if meeting.rendezvous not in wanted:
                     meeting.close()
-            for seat in seats:
-                found = meetings.get(seat.rendezvous.group)
-                if seat.rank == 0 and found is None:
-                    raise SyncError(
-                        "rank 0 has closed the place where this group was to meet: another sync has taken it into a "
-                        "group of its own; one manager at a time may use it",
-                        phase="connect",
-                    )
-                one = next(one for one in groups if one.group_name == seat.rendezvous.group)
-                one.connect(seat.rendezvous, deadline, found)
+            try:
+                for seat in seats:
+                    found = meetings.pop(seat.rendezvous.group, None)
+                    if seat.rank == 0 and found is None:
+                        raise SyncError(
+                            "rank 0 has closed the place where this group was to meet: another sync has taken it into "
+                            "a group of its own; one manager at a time may use it",
+                            phase="connect",
+                        )
+                    one = next(one for one in groups if one.group_name == seat.rendezvous.group)
+                    one.connect(seat.rendezvous, deadline, found)
+            finally:
+                for meeting in meetings.values():  # whoever waits in one of them need not wait any more
+                    meeting.close()
 
         return self.start("connect", work, deadline, parameters=False)
 

@@ -200,9 +200,8 @@ class SharedMemory:
             held = len(os.listdir("/proc/self/fd"))
             loaded = [] if all(storage.resizable() for storage in storages.values()) else _loaded_files()
             for address, storage in sorted(storages.items(), key=lambda one: -one[1].nbytes()):
-                problem = _unmovable(storage, held, loaded)
+                problem = _unmovable(storage, held, loaded) or _move(storage)
                 if problem is None:
-                    storage._share_fd_cpu_()
                     held += 1
                     moved += storage.nbytes()
                     continue
@@ -293,9 +292,19 @@ def _unmovable(storage: torch.UntypedStorage, held: int, loaded: Sequence[tuple[
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if held >= (limit // 4 if nbytes < SMALL else limit // 2):
         return f"would take too many of this process's {limit} descriptors"
+    if not os.path.isdir(_SHM):
+        return f"find no {_SHM} on this machine"
     found = os.statvfs(_SHM)
     if found.f_bavail * found.f_frsize < nbytes + _SPARE:
         return f"find no room in {_SHM}; give the container a larger one, such as --shm-size"
+    return None
+
+
+def _move(storage: torch.UntypedStorage) -> str | None:
+    try:
+        storage._share_fd_cpu_()
+    except (OSError, RuntimeError) as error:
+        return f"are refused by torch ({str(error).splitlines()[0][:200]})"
     return None
 
 
@@ -303,7 +312,11 @@ def _unmovable(storage: torch.UntypedStorage, held: int, loaded: Sequence[tuple[
 def _alone_in_shm() -> Iterator[None]:
     """Between the look at how much is free and the last page taken, no other trainer of this machine takes any: memory
     that is promised and not there kills a process."""
-    fd = os.open(_SHM, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = os.open(_SHM, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # then nothing can be moved
+        yield
+        return
     try:
         until = time.monotonic() + _LOCK_S
         while True:
