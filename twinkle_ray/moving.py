@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch import nn
 
@@ -15,6 +17,8 @@ def move(module: nn.Module, device: torch.device) -> None:
     swapping = torch.__future__.get_swap_module_params_on_conversion()
     there = torch.empty(0, device=device)
     alike = all(torch._has_compatible_shallow_copy_type(p, there) for p in module.parameters())
+    if not alike:
+        gc.collect()  # views in forgotten cycles count as users of a parameter
     torch.__future__.set_swap_module_params_on_conversion(swapping or not alike)
     try:
         module.to(device)
