@@ -32,8 +32,8 @@ import torch
 
 from tests.actors import at_launch, die
 from tests.gpu.common import EngineRollout, RolloutBase, TrainerBase, attempt, cluster, get, killed, make, say, verdict
-from tests.shapes import config_of, shapes_of
 from twinkle_ray import CheckpointEngineManager, PeerLost
+from twinkle_ray.shapes import config_of, shapes_of
 
 MORE_MIB = 64
 
