@@ -355,7 +355,7 @@ def cluster(options: argparse.Namespace) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="tw-", dir="/tmp") as folder:
         ray.init(
             num_cpus=16,
-            num_gpus=2 if options.device == "cuda" else 0,
+            num_gpus=getattr(options, "gpus", 2) if options.device == "cuda" else 0,
             include_dashboard=False,
             _temp_dir=folder,
             log_to_driver=False,

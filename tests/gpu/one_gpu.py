@@ -232,11 +232,13 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--scale", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=["module", "vllm", "staged"])
+    parser.set_defaults(gpus=1)
     options = parser.parse_args()
+    patience = 1 if options.device == "cuda" else 4
     with cluster(options):
-        for part, seconds in (("module", 80.0), ("vllm", 170.0), ("staged", 40.0)):
+        for part, seconds in (("module", 60.0), ("vllm", 115.0), ("staged", 25.0)):
             if part in options.only:
-                attempt(part, functools.partial(globals()[f"part_{part}"], options), seconds)
+                attempt(part, functools.partial(globals()[f"part_{part}"], options), seconds * patience)
     return verdict()
 
 
