@@ -50,6 +50,9 @@ class Feed:
     def rally(self) -> None:
         pass
 
+    def assemble(self, deadline: Deadline) -> None:
+        self.rally()
+
     def broadcast_many(self, views: Sequence[torch.Tensor], src: int = 0) -> None:
         if len(self.launched) == self.fail_at:
             raise SyncError("the wire broke", phase="transfer")

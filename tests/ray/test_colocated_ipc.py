@@ -256,14 +256,15 @@ def moved_once(trainer: Any) -> None:
 
 def test_an_adapter_merged_and_alone(actors: Any) -> None:
     pytest.importorskip("peft")
-    from tests.ray.test_adapters import Tenants, right
+    from tests.ray.test_adapters import right
+    from tests.ray.test_lora import Adapted
 
-    trainer = Tenants.remote()
+    trainer = Adapted.remote()
     rollouts = [actors(Rollout, seed) for seed in (5, 6)]
     try:
         with manage([trainer], rollouts) as manager:
             for round_, (merge, base) in enumerate([(False, "plain"), (False, ""), (True, "merged"), (False, "plain")]):
-                get(trainer.move.remote(round_, "default"))
+                get(trainer.step.remote(round_))
                 report = manager.sync_weights(merge)
                 assert (report.base, report.mode) == (base, "ipc")
                 if round_ == 0:

@@ -654,7 +654,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [
-            ({"weight_sync_mode": "rdma"}, "weight_sync_mode is 'rdma'.*auto, nccl, hccl, gloo, naive"),
+            ({"weight_sync_mode": "rdma"}, "weight_sync_mode is 'rdma'.*auto, nccl, hccl, gloo, ipc, naive"),
             ({"bucket_size": 0}, "bucket_size is 0"),
             ({"bucket_size": -1}, "bucket_size is -1"),
             ({"timeout_s": 0}, "timeout_s is 0"),

@@ -200,6 +200,26 @@ def test_what_cannot_be_shared_goes_through_two_slots(kind: str) -> None:
         assert copied == staged
 
 
+def growing(seat: Seat) -> Any:
+    group = joined(seat)
+    group.rally()
+    mine = [torch.rand(1 << n) if seat.rank == 0 else torch.zeros(1 << n) for n in range(4, 14)]
+    for one in mine:
+        group.broadcast_many([one])
+    group.synchronize(Deadline.after(10))
+    held = len(group._opened)
+    group.destroy_group()
+    return raw(mine), held
+
+
+def test_a_slot_that_grows_leaves_nothing_open() -> None:
+    with members(growing, 2) as people:
+        introduce(people)
+        (sent, _), (got, held) = results(people)
+    assert got == sent
+    assert held == 2
+
+
 def test_what_was_loaded_from_a_checkpoint_is_moved_once() -> None:
     with members(through_slots, 2, "loaded") as people:
         introduce(people)

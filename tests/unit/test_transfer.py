@@ -38,6 +38,9 @@ class Wire:
     def rally(self) -> None:
         self.said.append("rally")
 
+    def assemble(self, deadline: Deadline) -> None:
+        self.rally()
+
     def broadcast_many(self, views: list[torch.Tensor], src: int = 0) -> None:
         self.said.append("launch")
         self.flying.append(views)

@@ -6,8 +6,8 @@ sent here but where the bytes are: the sender names the block of memory in which
 where its own view is. That is one copy of each byte. At the next sync of the same a message says "as last time".
 
 What cannot be shared as it lies (gathered, merged or cast tensors on a CPU, memory of expandable segments) goes through
-one of two *slots*, memory that can be shared, of the size of a chunk each: one copy more, and a chunk waits until both
-its slot's last readers have answered.
+one of two *slots*, memory that can be shared, of the size of a chunk each, which stay as long as the group: one copy
+more, and a chunk waits until all have read what was in its slot before.
 
 The messages go over a Unix socket from the sender to each receiver (:mod:`twinkle_ray.backends.link`), numbered by the
 operations that every rank makes in the same order:
@@ -368,7 +368,8 @@ class IpcGroup(BroadcastGroup):
                 offsets.append(used)
                 used += -(-op.views[at].nbytes // _ALIGNED) * _ALIGNED
             if slot.memory is None or slot.memory.nbytes < used:
-                slot.memory = None  # its memory goes before the new one comes
+                slot.memory = None  # its memory goes before the new one comes, at the receivers too
+                self._drop_dead(memory)
                 slot.memory = memory.slot(used)
             into = [slot.memory[o : o + op.views[at].nbytes] for at, o in zip(staged, offsets, strict=True)]
             memory.copy(into, [bytes_view(op.views[at]) for at in staged])
