@@ -348,14 +348,14 @@ def attempt(part: str, work: Callable[[], None], seconds: float = float("inf"), 
 
 
 @contextlib.contextmanager
-def cluster(options: argparse.Namespace) -> Iterator[None]:
+def cluster(options: argparse.Namespace, gpus: int = 2) -> Iterator[None]:
     """Ray for the length of the block. All processes that it starts find this checkout."""
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls that a failed sync leaves behind
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="tw-", dir="/tmp") as folder:
         ray.init(
             num_cpus=16,
-            num_gpus=2 if options.device == "cuda" else 0,
+            num_gpus=gpus if options.device == "cuda" else 0,
             include_dashboard=False,
             _temp_dir=folder,
             log_to_driver=False,
