@@ -10,6 +10,7 @@ from twinkle_ray.checking import CheckReport, compare, failed
 from twinkle_ray.errors import ConfigError, TwinkleRayError
 from twinkle_ray.manifest import Manifest
 from twinkle_ray.replica import BACKENDS, Replica, Trainer
+from twinkle_ray.residency import no_sleep_mode
 from twinkle_ray.rounds import Call, Op, Round
 from twinkle_ray.sending import Wanted, decide, disagreements, idle_lora
 from twinkle_ray.types import Deadline, RolloutStatus, TrainerStatus
@@ -24,11 +25,14 @@ def dry_run(
     mode_for: Callable[[Mapping[str, TrainerStatus], Mapping[str, RolloutStatus]], str],
     bucket_size: int,
     deadline: Deadline,
+    *,
+    sleeping: bool = False,
 ) -> CheckReport:
     """Ask everyone, and collect what is wrong instead of stopping at the first of it.
 
     Args:
         mode_for: the transport for these trainers and rollouts; raises ConfigError.
+        sleeping: whether a sync puts rollouts to sleep and wakes their weights.
 
     Raises:
         CheckFailed: a sync would fail.
@@ -47,7 +51,10 @@ def dry_run(
     run.problems += [
         f"{name} is asleep; wake at least its weights, with manager.wake_up_rollout(['weights'])"
         for name, status in held.items()
-        if "weights" in status.asleep
+        if "weights" in status.asleep and not sleeping
+    ]
+    run.problems += [
+        f"{name}: {no_sleep_mode(status.kind)}" for name, status in held.items() if sleeping and not status.sleep_mode
     ]
     own, mode = None, ""
     if first is not None:

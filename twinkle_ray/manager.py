@@ -473,7 +473,13 @@ class CheckpointEngineManager:
                 raise ConfigError("check() needs actors with twinkle_ray.mixins; others cannot be asked")
             wanted = Wanted(merge=merge_and_sync and adapter is None, adapter=adapter)
             return dry_run(
-                self._trainers, self._replicas, wanted, self._mode_for, self.bucket_size, Deadline.after(self.timeout_s)
+                self._trainers,
+                self._replicas,
+                wanted,
+                self._mode_for,
+                self.bucket_size,
+                Deadline.after(self.timeout_s),
+                sleeping=self.is_colocated and self.sleep_level > 0,
             )
 
     def verify(self) -> VerifyReport:

@@ -530,7 +530,8 @@ def check_sleep(small: Small, trainer: Any) -> None:
         for level, seed in ((1, 1), (2, 0)):
             manager.sleep_level = level
             before = get(small.actor.memory.remote())
-            manager.sleep_rollout()
+            if small.options.device == "cuda":
+                manager.sleep_rollout()
             freed = round((before - get(small.actor.memory.remote())) / _MIB)
             manager.wake_up_rollout()
             tokens, direct = sync(seed)
