@@ -121,6 +121,7 @@ def steady(trainer: Any, rollout: Any, manager: CheckpointEngineManager, syncs: 
             get([trainer.counters.remote(), rollout.counters.remote()])
             before = get(trainer.memory.remote())
         get(trainer.step.remote(seed))
+        get(trainer.empty.remote())  # the step has ended: it is not what is measured
         report = manager.sync_weights()
         ours, theirs = get([trainer.sums.remote(), rollout.sums.remote()])
         assert ours == theirs, f"sums differ after sync {seed}"
