@@ -9,8 +9,8 @@ On a CPU a block is a shared storage. Those of the sender's own parameters are m
 (:meth:`SharedMemory.host`): the tensors stay the same objects, and every view of a storage goes with it. All shared
 memory is nameless (a descriptor is handed over), so a process that is killed leaves nothing behind in ``/dev/shm``.
 
-On an NVIDIA GPU a block is an allocation of the driver, opened by CUDA IPC. In the tests that is a double of the driver;
-on an H200 it is what ``tests/gpu/one_gpu.py`` runs.
+On an NVIDIA GPU a block is an allocation of the driver, opened by CUDA IPC. In the tests a double stands for the
+driver; ``tests/gpu/one_gpu.py`` runs it, and did on an H200.
 """
 
 from __future__ import annotations
