@@ -158,6 +158,14 @@ def test_some_rollouts_share_the_device_and_some_do_not(actors: Any) -> None:
                 get(trainer.step.remote(9))
                 manager.sync_weights()
                 same(trainer, rollouts)
+            for refusing in (far[0], near[0]):  # before the first byte: in no group was anything written
+                get(refusing.call.remote(refuse_once))
+                with pytest.raises(SyncError, match="not now"):
+                    manager.sync_weights()
+                states = get([r.checkpoint_status.remote() for r in rollouts])
+                assert [s.contents for s in states] == [Contents.WHOLE] * 4
+                manager.sync_weights()
+                same(trainer, rollouts)
             manager.remove_rollout("rollout[1]")
             manager.remove_rollout("rollout[2]")
             assert manager.sync_weights().mode == "ipc"
@@ -175,6 +183,18 @@ class FarRollout(RolloutBase):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         elsewhere(self)
+
+
+def refuse_once(actor: Any) -> None:
+    from twinkle_ray.sinks import ModuleSink
+
+    begin = ModuleSink.begin
+
+    def refuse(*_: Any) -> None:
+        ModuleSink.begin = begin  # type: ignore[method-assign]
+        raise OSError("not now")
+
+    ModuleSink.begin = refuse  # type: ignore[method-assign]
 
 
 def fail_late(actor: Any) -> None:

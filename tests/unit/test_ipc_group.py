@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import tempfile
 import threading
 import time
@@ -230,26 +231,29 @@ def test_what_was_loaded_from_a_checkpoint_is_moved_once() -> None:
 
 def many(seat: Seat, count: int) -> Any:
     """More blocks than descriptors fit into a message, more messages than a socket holds, in both directions."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     group = joined(seat)
     mine = [torch.full((3,), n + 1.0) if seat.rank == 0 else torch.zeros(3) for n in range(count)]
     if seat.rank == 0:
         group.host(mine)
     for _ in range(2):
         group.rally()
+        group.broadcast_many(mine)
         for tensor in mine:
             group.broadcast_many([tensor])
-        group.broadcast_many(mine)
         group.synchronize(Deadline.after(30))
     assert all(t.tolist() == [n + 1.0] * 3 for n, t in enumerate(mine))
+    shared = group.counts.shared
     group.destroy_group()
-    return len(os.listdir("/proc/self/fd"))
+    return len(os.listdir("/proc/self/fd")), shared
 
 
 def test_thousands_of_chunks_and_storages() -> None:
     with members(many, 2, 1500) as people:
         introduce(people)
-        sender, receiver = results(people, 60)
-    assert sender > 1400  # its own shared memory
+        (sender, shared), (receiver, _) = results(people, 60)
+    assert 200 < sender < 300  # a quarter of what it may have open; the rest goes through slots
+    assert 2 * 2 * 12 * 200 < shared < 2 * 2 * 12 * 300
     assert receiver < 40  # mapped without keeping descriptors
 
 
