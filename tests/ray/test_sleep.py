@@ -460,7 +460,7 @@ class MovingTrainer(TrainerBase):
 
 def test_naive_mode_makes_its_own_train_group(bench: Bench) -> None:
     trainer = ray.remote(num_cpus=0.1)(MovingTrainer).remote(7)
-    how = {"weight_sync_mode": "naive", "is_colocated": True, "timeout_s": 60}
+    how: dict[str, Any] = {"weight_sync_mode": "naive", "is_colocated": True, "timeout_s": 60, "bucket_size": 1024}
     rollouts = bench.rollouts[:2]
     with CheckpointEngineManager([trainer], rollouts, **how) as manager:
         report = manager.sync_and_wake()
@@ -470,7 +470,7 @@ def test_naive_mode_makes_its_own_train_group(bench: Bench) -> None:
         assert report.replicas[0].version == report.version
         assert get([r.digests.remote() for r in rollouts]) == [get(trainer.digests.remote())] * 2
         assert manager.base_sync_done is True
-        get(rollouts[1].call.remote(lambda _: at_launch(0, no_power)))
+        get(rollouts[1].call.remote(lambda _: at_launch(3, no_power)))
         with pytest.raises(SyncError, match="no more power"):
             manager.sync_weights()
         assert get(trainer.called.remote())[-1] == "reload"
