@@ -385,6 +385,33 @@ def test_a_failure_is_told_when_the_worker_is_out():
     group.destroy_group()
 
 
+def test_an_operation_that_gloo_never_ends_keeps_nobody_and_is_followed_by_nothing():
+    meeting = Meeting.open("g", "TWINKLE_GLOO")
+    group = GlooGroup(1, 0, "g")
+    group.connect(meeting.rendezvous, Deadline.after(5), meeting)
+    late, written = threading.Event(), []
+
+    class Lost:
+        def wait(self, timeout):
+            assert late.wait(60)
+
+    def work():
+        group._end(Lost())
+        written.append("late")
+
+    group._launch(work)
+    group.abort("now")
+    took, error = failure_of(lambda: group.synchronize(Deadline.after(30)))
+    assert took < 5  # of 30
+    assert "now" in str(error)
+    worker = group._worker._thread
+    late.set()
+    group.destroy_group()
+    worker.join(10)
+    assert not worker.is_alive()
+    assert written == []
+
+
 def test_an_abort_from_another_thread_releases_a_stuck_receiver_and_tells_the_others():
     with members(stuck, 3, "abort") as people:
         introduce(people)

@@ -27,6 +27,7 @@ with 2 to 8 threads, were no better than one. Views are not cut into pieces.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import queue
 import socket
@@ -55,6 +56,8 @@ from twinkle_ray.digest import bytes_view
 from twinkle_ray.errors import ConfigError, ManifestMismatch, SyncError, SyncTimeout, TwinkleRayError
 from twinkle_ray.types import Deadline, Rendezvous
 
+logger = logging.getLogger(__name__)
+
 SMALL_VIEW = 64 << 10
 """Bytes under which a view is sent together with other small ones. Limits of 16 to 256 KiB were equally fast."""
 SCRATCH = 16 << 20
@@ -70,6 +73,10 @@ FORWARDED_BYTES = 64 << 20
 _EXIT_S = 1.0
 """How long a failure is kept from the caller while the worker is not out of its operation; for broadcasts, which surely
 come to an end, it may be as long as the deadline."""
+_LOST_S = 1.5
+"""Seconds after which a worker is left behind in the wait for one of gloo's operations, once all connections are shut.
+Gloo may never end a send that it finds broken in the very call that starts it: it fails all that is pending on that
+connection, and only then counts this one in. Nothing can be read or written any more by then."""
 _LAST_TAG = (1 << 31) - 4
 _NEVER = timedelta(days=1)  # gloo's own time-out; ours is synchronize()'s deadline
 _HEADER = struct.Struct("<QQ8s")
@@ -103,6 +110,7 @@ class GlooGroup(SyncGroup):
         self._acks: deque[Any] = deque()  # receives of what answers the sends
         self._byte_out = torch.zeros(1, dtype=torch.uint8)
         self._tag = 0  # of a broadcast's last part; its answer has the next. 0 and 1 belong to send and recv.
+        self._in_gloo = False  # whether the worker waits for an operation of gloo's
         self._own_port = 0
         self._peers: frozenset[Address] = frozenset()
 
@@ -163,7 +171,12 @@ class GlooGroup(SyncGroup):
                 self._fail(SyncTimeout(message, phase="transfer"), tell=True)
             # Whoever is told of the failure may use these buffers again. The sockets are shut, so the worker is out
             # within milliseconds if it gets a core.
-            wait(pending, timeout=exit_s)
+            left_at = time.monotonic() + exit_s
+            lost_at = time.monotonic() + _LOST_S
+            while wait(pending, timeout=0.05).not_done and time.monotonic() < left_at:
+                if self._in_gloo and time.monotonic() > lost_at:
+                    logger.warning("%s: gloo did not end an operation whose connections are shut", self._group_name)
+                    break
             break
         for future in pending:
             if future.done():
@@ -309,16 +322,25 @@ class GlooGroup(SyncGroup):
         self._end(self._start(launch, *args))
 
     def _start(self, launch: Callable[..., Any], *args: Any) -> Any:
+        self._require_sound()
         try:
             return launch(*args)
         except RuntimeError as error:
             raise self._broken(error) from error
 
     def _end(self, work: Any) -> None:
+        self._in_gloo = True
         try:
             work.wait(_NEVER)
         except RuntimeError as error:
             raise self._broken(error) from error
+        finally:
+            self._in_gloo = False
+        self._require_sound()  # or what follows might write to what is used by others now
+
+    def _require_sound(self) -> None:
+        if self._failed.is_set() and (failure := self._raised()) is not None:
+            raise failure
 
     def _land(self, receives: deque[Any], count: int) -> None:
         """Wait for the last of the oldest ``count``; the others have come before it."""
