@@ -299,14 +299,18 @@ def test_a31_a_cycle_that_fails_midway_leaves_a_mixture_that_is_refused(bench: B
         with pytest.raises(SyncError, match="no more power") as caught:
             manager.sync_and_wake()
         assert caught.value.actors == ("rollout[1]",)
-        assert get([r.weights_version.remote() for r in pair.rollouts]) == before
+        # Each reads the trainer's memory for itself, so the other one may have all of it by then.
+        held = get([r.weights_version.remote() for r in pair.rollouts])
+        assert held[1] == before[1]
+        assert held[0] in (before[0], before[0] + 1)
+        assert caught.value.versions == {"rollout[0]": held[0], "rollout[1]": held[1]}
         assert pair.truth() == pair.told() == [("kv_cache",)] * 2
         manager.wake_up_rollout()
-        assert all("mixture of weights" in why for why in pair.generate())
+        assert "mixture of weights" in pair.generate()[1]
         assert get(bench.trainer.digests.remote()) == digests
         manager.sleep_rollout()
         manager.wake_up_rollout()
-        assert all("mixture of weights" in why for why in pair.generate())  # a sleep does not mend it
+        assert "mixture of weights" in pair.generate()[1]  # a sleep does not mend it
         manager.sync_and_wake()
         assert pair.hold()
         assert pair.serve()
@@ -324,7 +328,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(step, kinds, who, id=name, marks=[pytest.mark.soak] if long else [])
 
 
-@pytest.mark.parametrize(("step", "kinds", "who"), cases())
+@pytest.mark.parametrize(("step", "kinds", "who"), list(cases()))
 def test_a_step_that_fails_leaves_sleep_as_it_is_told_and_a_retry_works(
     bench: Bench, step: str, kinds: tuple[int, int], who: int
 ) -> None:
