@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import shutil
 import sys
 import threading
 import time
@@ -342,6 +343,37 @@ def odd_model(root: Path) -> dict[str, Any]:
     return facts
 
 
+def nested_model(root: Path) -> dict[str, Any]:
+    """An engine that has the model within another module, and a table of names."""
+    import zoo
+
+    zoo.register()
+    folder = root / "nested-0"
+    shutil.copytree(root / "llama-0", folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["NestedLlamaForCausalLM"]}))
+    llm = llm_of(folder)
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    model, sink = worker.model_runner.get_model(), EngineSink(worker)
+    facts: dict[str, Any] = {"names": sorted(name for name, _ in model.named_parameters())[:2], "syncs": []}
+    for seed in models.SEEDS[1:3]:
+        tensors = models.tensors(root / f"llama-{seed}")
+        problems = sink.agree(manifest_of(tensors)).problems
+        report = load(sink, tensors)
+        llm.llm_engine.reset_prefix_cache()
+        facts["syncs"].append({"seed": seed, "problems": problems, "report": report, "tokens": tokens(llm)})
+    before = parameter_digests(model)
+    wrong = dict(tensors)
+    wrong["model.other.weight"] = wrong.pop("model.norm.weight")
+    facts["wrong"] = sink.agree(manifest_of(wrong)).problems
+    try:
+        load(sink, wrong)
+    except TwinkleRayError as error:
+        facts["error"] = [type(error).__name__, str(error)]
+    facts["unchanged"] = parameter_digests(model) == before
+    return facts
+
+
 def odd_from_disk(root: Path, seed: str) -> dict[str, Any]:
     """What vLLM itself makes of such a checkpoint."""
     import zoo
@@ -636,6 +668,7 @@ async def _async_llm(root: Path) -> dict[str, Any]:
 PROBES = {
     "in_process": in_process,
     "odd_model": odd_model,
+    "nested_model": nested_model,
     "odd_from_disk": odd_from_disk,
     "layerwise": layerwise,
     "tensor_parallel": tensor_parallel,

@@ -96,6 +96,21 @@ def test_experts_of_two_workers_are_right(probe: Probe, expected: dict[str, Any]
         assert {report["path"] for report in facts["reports"][way]} == {"in place, load_weights"}
 
 
+def test_a20_an_engine_that_nests_its_model_takes_the_trainers_names(probe: Probe, expected: dict[str, Any]) -> None:
+    facts = probe("nested_model")
+    assert all(name.startswith("language_model.") for name in facts["names"])
+    for sync in facts["syncs"]:
+        assert sync["problems"] == []
+        assert sync["report"]["direct_bytes"] == sync["report"]["nbytes"]
+        assert sync["tokens"] == expected["llama"][str(sync["seed"])]
+    assert len(facts["wrong"]) == 2
+    for text in (str(facts["wrong"]), facts["error"][1]):  # each by the name of whoever has it
+        assert "model.other.weight" in text
+        assert "language_model.model.norm.weight" in text
+    assert facts["error"][0] == "NotAgreed"  # at the start of a transfer, of which nothing is written
+    assert facts["unchanged"]
+
+
 class TestLoadersThatComputeWhatTheyStore:
     """A model registered from outside whose loader transposes, sums and pads. Norms are 1 and biases 0."""
 
