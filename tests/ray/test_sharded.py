@@ -198,7 +198,9 @@ def halves(full: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict
     return {n.replace(".base_layer.", "."): t for n, t in plain.items() if "lora_" not in n}, adapter
 
 
-@pytest.mark.parametrize("config", [{}, {"use_dora": True}], ids=["plain", "dora"])
+@pytest.mark.parametrize(
+    "config", [pytest.param({}, id="plain"), pytest.param({"use_dora": True}, id="dora", marks=pytest.mark.soak)]
+)
 def test_an_adapter_in_shards_is_sent_alone_and_whole(adapted: Any, config: dict[str, Any]) -> None:
     pytest.importorskip("peft")
     trainers = adapted(**config)

@@ -199,7 +199,9 @@ class Serves:
 class InFlight:
     """Requests that run while the next version of their adapter comes."""
 
-    @pytest.mark.parametrize(("mode", "adapter"), [("wait", None), ("abort", "tenant")])
+    @pytest.mark.parametrize(
+        ("mode", "adapter"), [pytest.param("wait", None, marks=pytest.mark.soak), ("abort", "tenant")]
+    )
     def test_a18_a_request_that_runs_meanwhile_is_of_one_version(
         self, bench: Bench, mode: str, adapter: str | None
     ) -> None:

@@ -89,6 +89,7 @@ def test_slices_of_two_workers_are_proven(probe: Probe, expected: dict[str, Any]
             assert report["nbytes"] - report["direct_bytes"] == sum(facts["nbytes"][name] for name in not_direct) > 0
 
 
+@pytest.mark.soak
 def test_experts_of_two_workers_are_right(probe: Probe, expected: dict[str, Any]) -> None:
     facts = probe("tensor_parallel", "qwen3_moe")
     assert facts["tokens"] == expected["qwen3_moe"]["1"]

@@ -91,6 +91,7 @@ def test_twelve_steps_sync_after_each_and_leave_chart_figures_and_no_process(roo
     assert run.alive() == []
 
 
+@pytest.mark.soak
 def test_trainer_and_rollout_in_one_bundle_take_turns(root: Path, tmp_path: Path) -> None:
     run = Run(root, tmp_path, "--steps", "4", "--offload", example="rlhf_colocated")
 
@@ -199,6 +200,7 @@ def test_lora_sends_the_base_once_and_then_the_adapter_alone(job: Callable[..., 
     assert follows(steps)
 
 
+@pytest.mark.soak
 def test_tenants_are_served_each_with_its_own_adapter(job: Callable[..., dict[str, Any]]) -> None:
     figures = job("rlhf_tenants", "--steps", "3")
 

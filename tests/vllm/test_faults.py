@@ -36,7 +36,6 @@ SHORT = {
     ("in process", "hangs", "receive"),
     ("in process", "is slow", "commit"),
     ("child", "raises", "commit"),
-    ("child", "hangs", "init"),
     ("child", "is slow", "receive"),
 }
 CELLS = [
