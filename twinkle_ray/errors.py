@@ -153,7 +153,8 @@ class PeerLost(SyncError):
 
 class NotAgreed(SyncError):
     """A member refuses to begin because what was agreed with it holds no more: its model, its group or its version is
-    another one. Nothing was written anywhere. The manager then agrees anew."""
+    another one. Nothing was written anywhere, unless it is a tensor of the trainer that is found to have got another
+    shape in place while others were sent already. The manager then agrees anew, and sends all."""
 
 
 class SyncAborted(SyncError):

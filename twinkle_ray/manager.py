@@ -627,7 +627,7 @@ class CheckpointEngineManager:
                 dead = self._dead_rollouts() if self._on_dead == "drop" and self._has_mixins() else []
                 if not dead or len(dead) == len(self._replicas) or deadline.expired:
                     raise
-                logger.warning("%s: dropped, because its actor is dead (%s)", ", ".join(dead), error)
+                self._watch.log.warning("%s: dropped, because its actor is dead (%s)", ", ".join(dead), error)
                 self._drop(dead)
                 dropped += dead
 

@@ -71,8 +71,8 @@ FORWARDED_BYTES = 64 << 20
 """The same if ranks hand on what they receive, for which they wait until they have the batch."""
 
 _EXIT_S = 1.0
-"""How long a failure is kept from the caller while the worker is not out of its operation; for broadcasts, which surely
-come to an end, it may be as long as the deadline."""
+"""How long a failure is kept from the caller while the worker is not out of its operation; for broadcasts, which write
+to what the caller may use again, as long as the deadline, unless gloo has lost the operation (:data:`_LOST_S`)."""
 _LOST_S = 1.5
 """Seconds after which a worker is left behind in the wait for one of gloo's operations, once all connections are shut.
 Gloo may never end a send that it finds broken in the very call that starts it: it fails all that is pending on that
