@@ -125,6 +125,9 @@ def make(cell: Cell, folder: Path) -> Path:
         (folder / "requirements.txt").write_text(wanted)
         install(python, f"torch=={pins(cell)['torch']}")
         install(python, "-r", str(folder / "requirements.txt"))
+        if subprocess.run([str(python), "-c", "import torch"], capture_output=True, check=False).returncode != 0:
+            # PyPI's build for CUDA, where no index has the one for CPUs: it does not load without CUDA's libraries.
+            subprocess.run([str(python), "-m", "pip", "-q", "install", f"torch=={pins(cell)['torch']}"], check=True)
         ready.write_text(wanted)
     with copied() as source:  # anew each time: vLLM finds the plugin by the installed package's entry point
         install(python, "--no-build-isolation", "--force-reinstall", str(source))

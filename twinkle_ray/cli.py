@@ -73,10 +73,10 @@ def doctor(args: argparse.Namespace) -> int:
     from twinkle_ray.doctor import Level, compare, diagnose, gather
 
     silent: list[Finding] = []
-    if args.cluster:
-        nodes, silent = _gather_everywhere(args.address)
-    else:
-        with _quiet():
+    with _quiet():
+        if args.cluster:
+            nodes, silent = _gather_everywhere(args.address)
+        else:
             nodes = [gather()]
     found = {facts.node: diagnose(facts) for facts in nodes}
     between = [*silent, *compare(nodes)]
@@ -205,7 +205,7 @@ def bench(args: argparse.Namespace) -> int:
 
     if args.scale < 1 or args.rounds < 1 or args.rank < 0:
         raise ConfigError("--scale and --rounds must be at least 1, and --rank at least 0")
-    with _a_ray(args.address, args.device) as where:
+    with _quiet(), _a_ray(args.address, args.device) as where:
         rows: list[dict[str, Any]] = []
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -318,6 +318,7 @@ def _a_ray(address: str | None, device: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Send to standard error what libraries print while they are imported, so that ``--json`` stays JSON."""
+    """Send to standard error what libraries print as they are imported, and Ray whenever a node has something to say,
+    so that ``--json`` stays JSON."""
     with contextlib.redirect_stdout(sys.stderr):
         yield

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from twinkle_ray.errors import ConfigError
 from twinkle_ray.status import LastSync, ManagerStatus, MemberStatus, read
@@ -52,35 +54,39 @@ def status(args: argparse.Namespace) -> int:
             ray.init(address=args.address, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise ConfigError(f"no Ray answers at {args.address!r}; say which one with --address") from error
+    out = sys.stdout
     try:
-        return _watched(args.json) if args.watch else _once(args.json)
+        # Ray prints what its nodes have to say, at any time, and --json must stay JSON.
+        with contextlib.redirect_stdout(sys.stderr):
+            return _watched(args.json, out) if args.watch else _once(args.json, out)
     finally:
         if not connected:
             ray.shutdown()
 
 
-def _once(as_json: bool) -> int:
+def _once(as_json: bool, out: TextIO) -> int:
     found = read()
     if as_json:
-        print(json.dumps([manager.as_json() for manager in found], indent=2))
+        print(json.dumps([manager.as_json() for manager in found], indent=2), file=out)
     else:
         from rich.console import Console
 
-        Console().print(_picture(found))
+        Console(file=out).print(_picture(found))
     return int(any(not _healthy(manager) for manager in found))
 
 
-def _watched(as_json: bool) -> int:
+def _watched(as_json: bool, out: TextIO) -> int:
     found: list[ManagerStatus] = []
     try:
         if as_json:
             while True:
                 found = read()
-                print(json.dumps([manager.as_json() for manager in found]), flush=True)
+                print(json.dumps([manager.as_json() for manager in found]), flush=True, file=out)
                 time.sleep(_REFRESH_S)
+        from rich.console import Console
         from rich.live import Live
 
-        with Live(auto_refresh=False) as live:
+        with Live(console=Console(file=out), auto_refresh=False) as live:
             while True:
                 found = read()
                 live.update(_picture(found), refresh=True)

@@ -35,8 +35,9 @@ from twinkle_ray.manifest import Manifest, agree_cuts, agree_dtypes
 from twinkle_ray.naming import named
 from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.replica import BACKENDS, Replica, Trainer, actor_key, find, has_method, replicas_of, trainers_of
+from twinkle_ray.residency import require_tags
 from twinkle_ray.rounds import Call, Op, Round
-from twinkle_ray.routes import Routes, Spot, routes
+from twinkle_ray.routes import IPC, Routes, Spot, routes
 from twinkle_ray.sending import Sending, Wanted, decide, disagreements, idle_lora, require_lora
 from twinkle_ray.sleepers import Asleep, Sleepers
 from twinkle_ray.topology import Topology
@@ -566,7 +567,11 @@ class CheckpointEngineManager:
             SyncError: some failed; the others are awake. It says who is in which state, and the call can be made again.
         """
         with self._alone():
-            self._sleepers.wake_up(self._replicas, tags, Deadline.after(self.timeout_s))
+            deadline = Deadline.after(self.timeout_s)
+            if self.is_colocated:
+                require_tags(tags)
+                self._release_trainers(deadline)
+            self._sleepers.wake_up(self._replicas, tags, deadline)
 
     def offload_trainers(self) -> None:
         """Let the trainers move their models to the CPU, see
@@ -588,6 +593,10 @@ class CheckpointEngineManager:
         if self._naive:
             getattr(self._train_group, method)()
             return
+        if method == "offload_to_cpu" and self._group is not None and IPC in self._group.routes.mode.split("+"):
+            # A device keeps memory that was freed as long as another process has it open.
+            ops = {r.name: Op(handle=r.handle, op="let_go", request={}) for r in self._replicas}
+            self._round("offload", deadline).run_each(ops)
         TrainGroup(lambda: self.train_actors, timeout_s=deadline.remaining()).call(method)
 
     def _make_ready(self, in_flight: str, deadline: Deadline, dropped: list[str]) -> None:

@@ -313,7 +313,7 @@ class Serving:
         Args:
             key: the caller's name for it, by which it is polled. Unique.
             op: ``prepare | facts | hold | connect | agree | check_adapter | receive | receive_announced | attach |
-                detach | digest | leave | residency | sleep | wake_up``.
+                detach | digest | leave | let_go | residency | sleep | wake_up``.
 
         Raises:
             SyncError: the one that runs does not end, and two must not change the weights at once.
@@ -918,6 +918,9 @@ class Serving:
     async def _leave(self, running: _Running) -> None:
         self._group = ""
         await self.target.call("leave", timeout_s=30.0)
+
+    async def _let_go(self, running: _Running) -> None:
+        await self.target.call("let_go", timeout_s=30.0)
 
     async def _residency(self, running: _Running) -> tuple[tuple[str, ...], str]:
         """The memory tags that sleep, asked of the engine, and why it cannot sleep, if it cannot."""

@@ -294,6 +294,11 @@ class WorkerSide:
         self.endpoint.abort(reason)
         self._received = {}
 
+    def let_go(self) -> None:
+        """Close what is open here of the trainers' memory."""
+        if self.endpoint.group is not None:
+            self.endpoint.group.let_go()
+
     def end_group(self, name: str, reason: str) -> None:
         """See :func:`twinkle_ray.backends.end_group`."""
         end_group(name, reason)

@@ -39,6 +39,7 @@ CONFIG: dict[str, Any] = {
     "lora_alpha": 16,
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
+MODELS = {"llama": ("llama", False), "qwen3": ("qwen3", False), "head": ("llama", True)}
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 64}
 
 
@@ -144,9 +145,10 @@ def check(options: argparse.Namespace, kind: str, head: bool, root: Path) -> Non
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--only", nargs="+", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
     with cluster(options), tempfile.TemporaryDirectory() as root:
-        for kind, head in (("llama", False), ("qwen3", False), ("llama", True)):
+        for kind, head in (MODELS[name] for name in options.only):
             attempt("adapters", functools.partial(check, options, kind, head, Path(root)), 300, model=kind, head=head)
     return verdict()
 

@@ -44,7 +44,7 @@ _MIB = 1 << 20
 _SLACK = 64 * _MIB
 _KV_CACHE = 2048 * _MIB
 _STEP = 512 * _MIB
-_START_S = 120.0
+_START_S = 240.0
 
 Tokens = list[list[int]]
 
@@ -239,7 +239,7 @@ def main() -> int:
         parser.error("--rounds must be at least 2")
     with cluster(options):
         for engine in options.engines:
-            seconds = 100.0 if options.device == "cuda" else 500.0
+            seconds = 300.0 if options.device == "cuda" else 500.0
             attempt("engine", functools.partial(on_engine, options, engine == "child"), seconds, engine=engine)
     return verdict()
 

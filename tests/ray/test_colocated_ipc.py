@@ -126,6 +126,23 @@ def test_memory_that_was_exchanged_between_two_syncs(actors: Any) -> None:
         assert not gone & get(rollout.call.remote(mapped))
 
 
+def test_what_trainers_are_about_to_free_is_open_nowhere(actors: Any) -> None:
+    """A device keeps memory that was freed as long as another process has it open."""
+    trainer, rollouts = actors(Trainer, 1), [actors(Rollout, seed) for seed in (5, 6)]
+    with manage([trainer], rollouts) as manager:
+        for step in range(3):
+            get(trainer.step.remote(step))
+            report = manager.sync_weights() if step < 2 else manager.sync_and_wake(offload=True)
+            same(trainer, rollouts)
+            assert step == 0 or "agree" not in report.phases
+            memory = set(get(trainer.call.remote(whereabouts)).values()) - {0}
+            if step < 2:
+                assert memory <= get(rollouts[0].call.remote(mapped))
+                manager.offload_trainers()
+            assert not any(memory & there for there in get([one.call.remote(mapped) for one in rollouts]))
+        assert get(rollouts[0].call.remote(counts))["repeated"] == 0
+
+
 # --- who sends to whom -------------------------------------------------------------------------------------------
 
 

@@ -149,6 +149,24 @@ def test_a26_the_order_of_the_cycle_keeps_the_peak_of_memory_low(naive: bool) ->
         ray.kill(actor)
 
 
+def test_whoever_is_woken_by_hand_finds_the_memory_that_trainers_do_not_use() -> None:
+    device = Device.remote(limit=25)
+    rollout = start("llm in child process", device=device)
+    get(rollout.truth.remote())
+    get(rollout.sleep_checkpoint.remote())
+    trainer = ray.remote(num_cpus=0.1)(MeteredTrainer).remote(device)
+    with CheckpointEngineManager([trainer], [rollout], is_colocated=True) as manager:
+        get(trainer.train.remote(1))
+        get(device.seen.remote())
+        with pytest.raises(ConfigError):
+            manager.wake_up_rollout(["lunch"])
+        assert get(device.seen.remote())[0] == []
+        manager.wake_up_rollout(["weights"])
+        assert get(device.seen.remote())[0][:2] == ["release trainer cache", "wake weights"]
+    for actor in (device, rollout, trainer):
+        ray.kill(actor)
+
+
 def test_a28_level_two_is_one_in_colocated_mode_with_one_warning(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,7 +26,11 @@ def manager(*states: str, **changes: Any) -> ManagerStatus:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *found: ManagerStatus, as_json: bool = False) -> int:
-    monkeypatch.setattr(cli_status, "read", lambda: list(found))
+    def read() -> list[ManagerStatus]:
+        print("(raylet) WARNING: what Ray prints whenever a node says it")
+        return list(found)
+
+    monkeypatch.setattr(cli_status, "read", read)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
     return status(argparse.Namespace(address="auto", json=as_json, watch=False))

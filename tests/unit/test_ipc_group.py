@@ -140,6 +140,39 @@ def test_memory_that_was_exchanged_is_noticed_and_the_old_one_is_let_go() -> Non
     assert (opened, held, repeated, again) == (3, 1, 3, 3)
 
 
+def one_lets_go(seat: Seat) -> Any:
+    group = joined(seat)
+    mine = torch.zeros(1 << 16)
+    group.host([mine])
+    seen, open_after = [], []
+    for number in range(5):
+        if seat.rank == 0:
+            mine.fill_(number + 1)
+        group.rally()
+        group.broadcast_many([mine])
+        group.synchronize(Deadline.after(10))
+        seen.append(mine.unique().tolist())
+        if number % 2 and seat.rank != 2:
+            group.let_go()
+            group.let_go()
+        open_after.append(len(group._opened))
+    maps = len(mapped())
+    group.let_go()
+    closed = maps - len(mapped())
+    group.destroy_group()
+    return seen, open_after, closed, group.counts.repeated
+
+
+def test_a_member_that_closes_what_it_had_open_opens_it_again() -> None:
+    with members(one_lets_go, 3) as people:
+        introduce(people)
+        (sent, _, _, said_again), (got, mine, closed, _), (others, theirs, also_closed, _) = results(people)
+    assert sent == got == others == [[n + 1.0] for n in range(5)]
+    assert (mine, theirs) == ([1, 0, 1, 0, 1], [1] * 5)
+    assert (closed, also_closed) == (1, 1)
+    assert said_again == 2  # and anew in the rounds 1, 3 and 5
+
+
 def through_slots(seat: Seat, kind: str) -> Any:
     group = joined(seat)
     torch.manual_seed(seat.rank)

@@ -53,8 +53,9 @@ def test_nobody_without_the_key_gets_in_and_others_still_do() -> None:
     assert Line([[address, key]]).call("receive", timeout_s=5.0) == [["ok", ["receive"]]]
 
 
-def test_a_worker_that_does_not_answer_is_a_time_out() -> None:
-    line = Line([Server(echo).address])
+@pytest.mark.parametrize("brisk", [False, True])
+def test_a_worker_that_does_not_answer_is_a_time_out(brisk: bool) -> None:
+    line = Line([Server(echo).address], brisk=brisk)
     start = time.monotonic()
     with pytest.raises(SyncTimeout, match="did not answer poll"):
         line.call("poll", 5.0, timeout_s=0.2)
@@ -66,14 +67,15 @@ def test_a_worker_on_another_machine_cannot_be_called() -> None:
         Line([["\0twinkle_ray-nobody-listens", "00" * 32]])
 
 
-def test_a_killed_worker_is_noticed_at_once() -> None:
+@pytest.mark.parametrize("brisk", [False, True])
+def test_a_killed_worker_is_noticed_at_once(brisk: bool) -> None:
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,))
     process.start()
     try:
         assert ours.poll(60)
-        line = Line([ours.recv()])
+        line = Line([ours.recv()], brisk=brisk)
         assert line.call("receive", timeout_s=5.0) == [["ok", ["receive"]]]
         threading.Timer(0.3, process.kill).start()
         start = time.monotonic()

@@ -239,6 +239,10 @@ class SyncGroup(BaseGroup):
         """At the sender: tensors that will be sent at each sync, whose memory may be exchanged for other memory with
         the same contents if that makes sending cheaper. They stay the same objects."""
 
+    def let_go(self) -> None:
+        """Close what is open here of other processes' memory, which may then be freed. Not during an operation; the next
+        one opens again what it needs."""
+
     def fence(self) -> None:
         """Wait until all work that this process has put on the group's device has ended. Without it a launch waits
         for the calling thread's current stream only."""

@@ -18,6 +18,7 @@ operations that every rank makes in the same order:
                          {"at": n, "sizes": ..., "pieces": [number, offset, ...]}  where operation n's views are,
                          {"at": n, "as": k}                        or: as those of the k-th one behind the last barrier
     receiver -> sender   {"here": n}, {"done": n}
+                         {"here": n, "anew": true}                 it has closed all blocks since it was here last
 
 Nobody waits in :meth:`IpcGroup.broadcast_many` and :meth:`IpcGroup.rally`: what has to wait is done in
 :meth:`IpcGroup.settle` and :meth:`IpcGroup.synchronize`, by the calling thread. A receiver says that it is done when
@@ -141,6 +142,7 @@ class IpcGroup(BroadcastGroup):
         self._slots = (_Slot(), _Slot())
         self._turn = 0
         self._mustering = False
+        self._anew = False  # at a receiver: it has closed its blocks; at the sender: one of them has
         self._using = threading.Lock()  # held by the thread that uses links and memory
 
     @classmethod
@@ -198,7 +200,8 @@ class IpcGroup(BroadcastGroup):
         self._last += 1
         self._queue.append(_Op(self._last, views))
         if views is None and self._rank:
-            self._peers[0].link.post({"here": self._last})
+            self._peers[0].link.post({"here": self._last, **({"anew": True} if self._anew else {})})
+            self._anew = False
         self._advance()
 
     def synchronize(self, deadline: Deadline) -> None:
@@ -212,6 +215,13 @@ class IpcGroup(BroadcastGroup):
             self._mustering = True
             self._until(lambda: all(peer.here > self._last for peer in self._peers.values()), deadline)
             self._mustering = False
+
+    def let_go(self) -> None:
+        with self._using:
+            if self._rank and self._memory is not None and self._opened:
+                self._drop(self._memory, set(self._opened))
+                self._places.clear()
+                self._anew = True
 
     def fence(self) -> None:
         if self._device.type != "cpu":
@@ -290,6 +300,7 @@ class IpcGroup(BroadcastGroup):
                 match message:
                     case {"here": int(number)}:
                         peer.here = number
+                        self._anew = self._anew or "anew" in message
                     case {"done": int(number)}:
                         peer.done = number
                     case _:
@@ -307,6 +318,11 @@ class IpcGroup(BroadcastGroup):
         if op.views is None:
             if not all(peer.here >= op.number for peer in self._peers.values()):
                 return False
+            if self._anew:
+                self._tell({"drop": list(self._blocks.values())})
+                self._blocks.clear()
+                self._places.clear()
+                self._anew = False
             self._drop_dead(memory)
             self._tell({"go": op.number})
             self._position = 0

@@ -291,12 +291,16 @@ class LLMEngine(_Adapters):
         """The line to a child engine's workers; ``None`` if they are not all on this machine."""
         if self._line is None and not self._lineless:
             try:
-                self._line = self._ask("line", _GRACE_S, lambda: Line(self._engine.collective_rpc("twinkle_line")))
+                self._line = self._ask("line", _GRACE_S, self._make_line)
             except SyncTimeout:  # which is an OSError
                 raise
             except OSError:
                 self._lineless = True
         return self._line
+
+    def _make_line(self) -> Line:
+        on = getattr(getattr(self._vllm_config, "device_config", None), "device_type", "cpu")
+        return Line(self._engine.collective_rpc("twinkle_line"), brisk=on != "cpu")
 
     def require_alive(self) -> None:
         """Raises PeerLost: the process in which the engine computes is gone."""
