@@ -6,7 +6,8 @@ failure.
 
 Parts: ``module`` (a 7B-shaped model and a plain module of the same shapes: 20 syncs, then memory that was freed and
 came again, then one rollout killed in mid-copy), ``vllm`` (a live engine of those shapes in a child process; then the
-trainer's model goes to the CPU, which must give its memory back though the engine had it open), ``staged`` (a trainer whose memory has no IPC handles, by expandable segments).
+trainer's model goes to the CPU, which must give its memory back though the engine had it open), ``staged`` (a trainer
+whose memory has no IPC handles, by expandable segments).
 
 A raw copy of as many bytes on the same device, by the trainer alone and in the same run, is what the copy is compared
 with: ``ratio`` is to be 1.25 at most, and ``beside_copy_ms``, which the driver's call takes more than that, 5 at most.
