@@ -17,20 +17,30 @@ ENABLED = "TWINKLE_RAY_ROLLOUT"
 EXTENSION = "twinkle_ray.vllm.worker.WorkerExtension"
 
 _MARK = "_twinkle_ray_original"
+_NZ = "VLLM_ASCEND_ENABLE_NZ"
 
 
 def register() -> None:
-    """Mend the CPU build and make engines carry our worker extension. May be called any number of times."""
+    """Mend the CPU build, have vllm-ascend keep its weights as a checkpoint has them, and make engines carry our worker
+    extension. May be called any number of times."""
     if os.environ.get(ENABLED) != "1":
         return
     from twinkle_ray.vllm import cpu
 
     cpu.keep_linears_plain()
-    _fill_in_extension(importlib.import_module("vllm.engine.arg_utils").EngineArgs)
+    platform = type(importlib.import_module("vllm.platforms").current_platform)
+    ascend = platform.__module__.partition(".")[0] == "vllm_ascend"
+    _fill_in(importlib.import_module("vllm.engine.arg_utils").EngineArgs, plain=ascend)
 
 
-def _fill_in_extension(engine_args: Any) -> None:
-    """Let ``create_engine_config`` name our extension where the user named none. A class that he named stays."""
+def _fill_in(engine_args: Any, *, plain: bool) -> None:
+    """Let ``create_engine_config`` name our extension where the user named none. What he has set stays.
+
+    Args:
+        plain: and vllm-ascend's plain layout; otherwise it turns linear weights into FRACTAL_NZ once they are loaded,
+            into which nothing can be received. Its documentation has two names for that setting, an environment
+            variable and, since its PR 9064, ``additional_config``'s ``weight_nz_mode``.
+    """
     original = engine_args.create_engine_config
     if hasattr(original, _MARK):
         return
@@ -38,6 +48,11 @@ def _fill_in_extension(engine_args: Any) -> None:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.worker_extension_cls:
             self.worker_extension_cls = EXTENSION
+        more = self.additional_config or {}
+        asked = _NZ in os.environ or "weight_nz_mode" in more or (more.get("rl_config") or {}).get("enabled")
+        if plain and not asked:
+            os.environ[_NZ] = "0"  # the engine's other processes inherit it
+            self.additional_config = {**more, "weight_nz_mode": 0}
         return original(self, *args, **kwargs)
 
     setattr(create_engine_config, _MARK, original)
