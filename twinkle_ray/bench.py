@@ -11,6 +11,7 @@ weights: nothing is read from a disk but a configuration.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import platform
@@ -50,6 +51,7 @@ class Options:
         rounds: syncs that count.
         share: of a device's memory that an engine may take.
         rank: of a LoRA adapter that is sent alone; 0: the model is.
+        replicas: rollouts, each on a device of its own.
         verify: compare SHA-256 sums in the end.
     """
 
@@ -58,12 +60,13 @@ class Options:
     rounds: int = 10
     share: float = 0.5
     rank: int = 0
+    replicas: int = 1
     verify: bool = False
 
     @staticmethod
-    def of(namespace: Any) -> Options:
-        """From the options of a command line."""
-        return Options(**{name: getattr(namespace, name) for name in Options.__slots__})
+    def of(namespace: Any, replicas: int) -> Options:
+        """From the options of a command line, for one of its numbers of replicas."""
+        return Options(**{name: getattr(namespace, name) for name in Options.__slots__} | {"replicas": replicas})
 
 
 def broadcast_raw(endpoint: Any, nbytes: int, rounds: int) -> list[float]:
@@ -196,7 +199,7 @@ def steps(rounds: int) -> int:
 def measure(
     model: str, kind: str, options: Options, *, step: Callable[[str], None] = lambda what: None
 ) -> dict[str, Any]:
-    """One row of a table. Ray runs already, and has two of the devices.
+    """One row of a table. Ray runs already, and has one of the devices more than there are replicas.
 
     Args:
         model: of :data:`twinkle_ray.shapes.MODELS`.
@@ -212,35 +215,37 @@ def measure(
     actor: Any = functools.partial(ray.remote, num_cpus=0, num_gpus=resources.pop("GPU", 0), resources=resources)
     rollout_kind: type[Any] = ModuleRollout if kind == "module" else EngineRollout
     trainer = actor()(Trainer).remote(shapes_of(config), options.device, options.rank)
-    rollout = actor()(rollout_kind).remote(config, options, kind == "child")
+    rollouts = [actor()(rollout_kind).remote(config, options, kind == "child") for _ in range(options.replicas)]
     try:
-        with CheckpointEngineManager([trainer], [rollout], timeout_s=_CALL_S) as manager:
-            ray.get([trainer.checkpoint_status.remote(), rollout.checkpoint_status.remote()], timeout=_START_S)
+        with CheckpointEngineManager([trainer], rollouts, timeout_s=_CALL_S) as manager:
+            ray.get([one.checkpoint_status.remote() for one in (trainer, *rollouts)], timeout=_START_S)
             machine = ray.get(trainer.machine.remote(), timeout=_CALL_S)
             step("actors are up")
             reports = []
             for number in range(UNMEASURED + options.rounds):
-                ray.get([trainer.step.remote(), rollout.generate.remote()], timeout=_CALL_S)
+                ray.get([trainer.step.remote(), *(one.generate.remote() for one in rollouts)], timeout=_CALL_S)
                 reports.append(manager.sync_weights(not options.rank))
                 step(f"sync {number + 1}")
             again = [manager.sync_weights(not options.rank).seconds for _ in range(options.rounds)]
             step("syncs in a row")
             nbytes = reports[-1].nbytes
-            raws = [trainer.raw.remote(nbytes, options.rounds), rollout.raw.remote(nbytes, options.rounds)]
-            sent, received = ray.get(raws, timeout=_CALL_S)
+            raws = [one.raw.remote(nbytes, options.rounds) for one in (trainer, *rollouts)]
+            sent, *received = ray.get(raws, timeout=_CALL_S)
             step("raw broadcasts")
-            blocks = ray.get(rollout.blocks.remote(), timeout=_CALL_S)
+            blocks = ray.get(rollouts[0].blocks.remote(), timeout=_CALL_S)
             compared = manager.verify().compared if options.verify else None
     finally:
-        ray.kill(trainer)
-        ray.kill(rollout)
-    raw = statistics.median(max(times) for times in zip(sent, *received, strict=True))
+        for one in (trainer, *rollouts):
+            ray.kill(one)
+    everybodys = zip(sent, *itertools.chain.from_iterable(received), strict=True)
+    raw = statistics.median(max(times) for times in everybodys)
     steady = [report.seconds for report in reports[UNMEASURED:]]
     ours = statistics.median(steady)
-    last, first = reports[-1].replicas[0], reports[0]
+    last, first = min(reports[-1].replicas, key=lambda replica: replica.direct_bytes), reports[0]
     return {
         "model": model,
         "rollout": kind,
+        "replicas": options.replicas,
         "tensors": reports[-1].tensors,
         "MB": round(nbytes / 1e6, 1),
         "raw ms": round(raw * 1e3, 2),
@@ -252,7 +257,7 @@ def measure(
         "direct": f"{last.direct_bytes / nbytes:.1%}",
         "path": last.path,
         "first s": round(first.seconds, 2),
-        "proof s": round(first.replicas[0].seconds.get("proof", 0.0), 2),
+        "proof s": round(max(replica.seconds.get("proof", 0.0) for replica in first.replicas), 2),
         "phases ms": _ms(reports[-1].phases),
         "replica ms": _ms(last.seconds),
         "sender ms": _ms(reports[-1].sender),

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -187,11 +188,12 @@ def add_measuring(
     parser.add_argument("--models", "--model", nargs="+", default=default_models, choices=models, dest="models")
     parser.add_argument("--rollouts", "--rollout", nargs="+", default=default_rollouts, choices=kinds, dest="rollouts")
     # Not choices: the backends know the kinds of devices, and import torch, for which `status` need not wait.
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or npu: two of them (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or npu: one and --replicas (default: %(default)s)")
     parser.add_argument("--scale", type=int, default=7, help="divides widths; 1: full size (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="measured syncs, after two that are not")
     parser.add_argument("--share", type=float, default=0.5, help="of a GPU's memory that an engine may take")
     parser.add_argument("--rank", type=int, default=0, help="send a LoRA adapter of this rank alone")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1], help="rollouts, each on a device of its own")
     parser.add_argument("--verify", action="store_true", help="compare SHA-256 sums in the end (7B: a minute)")
 
 
@@ -203,29 +205,29 @@ def bench(args: argparse.Namespace) -> int:
 
     from twinkle_ray import bench as measuring
 
-    if args.scale < 1 or args.rounds < 1 or args.rank < 0:
-        raise ConfigError("--scale and --rounds must be at least 1, and --rank at least 0")
-    with _quiet(), _a_ray(args.address, args.device) as where:
+    if args.scale < 1 or args.rounds < 1 or min(args.replicas) < 1 or args.rank < 0:
+        raise ConfigError("--scale, --rounds and --replicas must be at least 1, and --rank at least 0")
+    with _quiet(), _a_ray(args.address, args.device, 1 + max(args.replicas)) as where:
         rows: list[dict[str, Any]] = []
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            for model in args.models:
-                for kind in args.rollouts:
-                    task = progress.add_task(f"{model} into {kind}", total=measuring.steps(args.rounds))
+            for model, kind, replicas in itertools.product(args.models, args.rollouts, args.replicas):
+                row = f"{model} into {replicas if replicas > 1 else ''} {kind}".replace("  ", " ")
+                task = progress.add_task(row, total=measuring.steps(args.rounds))
 
-                    def step(what: str, task: Any = task, title: str = f"{model} into {kind}") -> None:
-                        progress.update(task, description=f"{title}: {what}", advance=1)
+                def step(what: str, task: Any = task, row: str = row) -> None:
+                    progress.update(task, description=f"{row}: {what}", advance=1)
 
-                    try:
-                        options = measuring.Options.of(args)
-                        rows.append(measuring.measure(MODELS[model], kind, options, step=step))
-                    except ray.exceptions.RayError as error:
-                        last = str(error).strip().splitlines()[-1].strip()
-                        raise BackendUnavailable(
-                            f"the actors of {model} into {kind} could not run ({type(error).__name__}: {last}); "
-                            "twinkle_ray must be installed on every node, which `doctor --cluster` shows"
-                        ) from error
-                    progress.remove_task(task)
+                try:
+                    options = measuring.Options.of(args, replicas)
+                    rows.append(measuring.measure(MODELS[model], kind, options, step=step))
+                except ray.exceptions.RayError as error:
+                    last = str(error).strip().splitlines()[-1].strip()
+                    raise BackendUnavailable(
+                        f"the actors of {row} could not run ({type(error).__name__}: {last}); "
+                        "twinkle_ray must be installed on every node, which `doctor --cluster` shows"
+                    ) from error
+                progress.remove_task(task)
         machine = rows[-1]["machine"]
         versions = {"ray": ray.__version__}
     if args.json:
@@ -238,7 +240,20 @@ def bench(args: argparse.Namespace) -> int:
 def _print_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    heads = ("model", "rollout", "tensors", "MB", "raw ms", "sync ms", "sync/raw", "GB/s", "direct", "first s", "path")
+    heads = (
+        "model",
+        "rollout",
+        "replicas",
+        "tensors",
+        "MB",
+        "raw ms",
+        "sync ms",
+        "sync/raw",
+        "GB/s",
+        "direct",
+        "first s",
+        "path",
+    )
     table = Table(*heads, title=title, title_justify="left", box=None, padding=(0, 1))
     for row in rows:
         table.add_row(*(str(row[head]) for head in heads))
@@ -271,7 +286,7 @@ def _connect(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _a_ray(address: str | None, device: str) -> Iterator[str]:
+def _a_ray(address: str | None, device: str, devices: int) -> Iterator[str]:
     """A connection to the running Ray, or a local one while the block lasts; yields which.
 
     Raises:
@@ -308,10 +323,10 @@ def _a_ray(address: str | None, device: str) -> Iterator[str]:
             )
         for name, count in wanted.items():
             there = ray.cluster_resources().get(name, 0)  # type: ignore[no-untyped-call]
-            if there < 2 * count:
+            if there < devices * count:
                 raise BackendUnavailable(
-                    f"bench on {device} needs 2 {name} in the cluster, for one trainer and one rollout, and Ray sees "
-                    f"{there:.0f}; use --device cpu, or start Ray where they are"
+                    f"bench on {device} needs {devices * count:g} {name} in the cluster, for one trainer and "
+                    f"{devices - 1} rollout(s), and Ray sees {there:.0f}; use --device cpu, or start Ray where they are"
                 )
         yield where
 

@@ -2,6 +2,7 @@
 
     python tests/benchmarks/bench_sync.py                              # CPU: Gloo, small widths, real layer counts
     python tests/benchmarks/bench_sync.py --device cuda --scale 1      # two NVIDIA GPUs, full size
+    python tests/benchmarks/bench_sync.py --device cuda --scale 1 --replicas 1 3       # four of them
 
 Prints a row of JSON for each model and kind of rollout as it comes, and then all of them as a table. What the columns
 mean stands in ``twinkle_ray/bench.py``; ``python -m twinkle_ray bench`` shows a part of them, on a running cluster too.
@@ -10,6 +11,7 @@ mean stands in ``twinkle_ray/bench.py``; ``python -m twinkle_ray bench`` shows a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -45,15 +47,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the table here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tw-", dir="/tmp") as folder:
-        gpus = 2 if options.device == "cuda" else 0
+        gpus = 1 + max(options.replicas) if options.device == "cuda" else 0
         ray.init(num_gpus=gpus, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
         rows: list[dict[str, Any]] = []
-        for model in options.models:
-            for kind in options.rollouts:
-                row = measure(model, kind, Options.of(options))
-                machine = row["machine"]
-                rows.append({head: value for head, value in row.items() if head not in ELSEWHERE})
-                print(json.dumps(rows[-1]), flush=True)
+        for model, kind, replicas in itertools.product(options.models, options.rollouts, options.replicas):
+            row = measure(model, kind, Options.of(options, replicas))
+            machine = row["machine"]
+            rows.append({head: value for head, value in row.items() if head not in ELSEWHERE})
+            print(json.dumps(rows[-1]), flush=True)
         ray.shutdown()
     text = f"{machine}; scale 1/{options.scale}; median of {options.rounds}\n\n{table(rows)}\n"
     print(text)

@@ -60,23 +60,24 @@ def test_doctor_says_what_to_do_where_no_ray_runs(root: Path) -> None:
 
 
 def test_bench_measures_in_the_running_ray_and_prints_rows(ray_cluster: str, root: Path) -> None:
-    small = ["--model", "0.6b", "--rollout", "module", "--scale", "64", "--rounds", "2"]
+    small = ["--model", "0.6b", "--rollout", "module", "--scale", "64", "--rounds", "2", "--replicas", "1", "2"]
     done = ran(root, "bench", *small, "--json", RAY_ADDRESS=ray_cluster)
 
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["ray"] == ray_cluster
-    (row,) = said["rows"]
-    assert (row["model"], row["rollout"], row["tensors"], row["direct"]) == ("0.6b", "module", 310, "100.0%")
-    assert row["raw ms"] > 0
-    assert 0 < row["sync ms"] <= row["worst ms"]
+    assert [row["replicas"] for row in said["rows"]] == [1, 2]
+    for row in said["rows"]:
+        assert (row["model"], row["rollout"], row["tensors"], row["direct"]) == ("0.6b", "module", 310, "100.0%")
+        assert row["raw ms"] > 0
+        assert 0 < row["sync ms"] <= row["worst ms"]
 
 
 def test_bench_says_which_devices_are_not_there(ray_cluster: str, root: Path) -> None:
-    done = ran(root, *["bench", "--device", "cuda"], RAY_ADDRESS=ray_cluster)
+    done = ran(root, *["bench", "--device", "cuda", "--replicas", "1", "3"], RAY_ADDRESS=ray_cluster)
 
     assert done.returncode == 2
-    assert "needs 2 GPU in the cluster" in done.stderr
+    assert "needs 4 GPU in the cluster, for one trainer and 3 rollout(s), and Ray sees 0" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["doctor", "bench"])
