@@ -555,9 +555,11 @@ class CheckpointEngineManager:
         with self._alone():
             if self.sleep_level:
                 deadline = Deadline.after(self.timeout_s)
-                self._sleepers.sleep(
-                    self._replicas, self.sleep_level, in_flight=in_flight, parts=False, deadline=deadline
-                )
+                with self._sleeping():
+                    asleep = self._sleepers.sleep(
+                        self._replicas, self.sleep_level, in_flight=in_flight, parts=False, deadline=deadline
+                    )
+                    self._watch.slept(asleep, lost=False)
 
     def wake_up_rollout(self, tags: Sequence[str] | None = None) -> None:
         """Wake the rollouts that sleep, wholly or only these tags (``weights``, ``kv_cache``).
@@ -571,7 +573,23 @@ class CheckpointEngineManager:
             if self.is_colocated:
                 require_tags(tags)
                 self._release_trainers(deadline)
-            self._sleepers.wake_up(self._replicas, tags, deadline)
+            with self._sleeping():
+                asleep = self._sleepers.wake_up(self._replicas, tags, deadline)
+                self._watch.slept(asleep, lost=self._loses)
+
+    @property
+    def _loses(self) -> bool:
+        """Whether the rollouts lose their weights in the sleep that this manager puts them to."""
+        return self.sleep_level > 1
+
+    @contextlib.contextmanager
+    def _sleeping(self) -> Iterator[None]:
+        """What is known of who sleeps after a failure is seen too."""
+        try:
+            yield
+        except SyncError as error:
+            self._watch.slept(error.asleep, lost=self._loses)
+            raise
 
     def offload_trainers(self) -> None:
         """Let the trainers move their models to the CPU, see
@@ -778,6 +796,12 @@ class CheckpointEngineManager:
             if status.digest != first.digest:
                 raise ManifestMismatch(
                     f"{name} holds other names, shapes or dtypes than trainer[0]; all trainers must hold one model"
+                )
+            if (status.adapters, status.active) != (first.adapters, first.active):  # gathers would wait for ever
+                raise ManifestMismatch(
+                    f"{name} has the adapters {_listed(status.adapters)} of which {_listed(status.active)} are active, "
+                    f"trainer[0] {_listed(first.adapters)} of which {_listed(first.active)} are; all trainers must "
+                    "have the same, call set_adapter() on each"
                 )
         for name, held in rollouts.items():
             if "weights" in held.asleep:
@@ -1208,6 +1232,10 @@ class CheckpointEngineManager:
                     compared += 1
             unverifiable[name] = tuple(dark)
         return VerifyReport(compared=compared, unverifiable=unverifiable)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
 
 
 @contextlib.contextmanager

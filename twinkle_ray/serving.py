@@ -644,6 +644,7 @@ class Serving:
                 await self._give_up(f"adapter {adapter['name']!r} was not agreed with this rollout")
             if adapter["name"] in self._from_directories():  # since it was agreed
                 await self._give_up(f"adapter {adapter['name']!r} was attached from a directory")
+            self._configs.move_to_end(adapter["digest"])
             config = self._configs[adapter["digest"]]
             one = _Coming(adapter["name"], config, default=adapter["default"], digest=adapter["digest"])
         wire = base and base["digest"], bucket_size

@@ -156,6 +156,23 @@ class Watch:
             held[name] = metrics.state_of(status), version
         self._held = held
 
+    def slept(self, asleep: Mapping[str, Sequence[str] | None], *, lost: bool) -> None:
+        """Which memory tags of rollouts sleep now; ``None`` for one that does not answer.
+
+        Args:
+            lost: the weights of those that wake are gone.
+        """
+        held = dict(self._held)
+        for name, tags in asleep.items():
+            state, version = held.get(name, (State.EMPTY, None))
+            if tags is not None and "weights" in tags and state is State.WHOLE:
+                held[name] = State.ASLEEP, version
+            elif tags is not None and "weights" not in tags and state is State.ASLEEP:
+                held[name] = State.EMPTY if lost else State.WHOLE, version
+        if held != self._held:
+            self._held = held
+            self._changes += 1
+
     def members(self, rollouts: Sequence[str]) -> None:
         """These are the rollouts now."""
         if list(self._held) != list(rollouts):

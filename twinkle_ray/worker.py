@@ -399,6 +399,7 @@ def _kept(kept: OrderedDict[str, Manifest], digest: str | None) -> Manifest | No
         return None
     if digest not in kept:
         raise NotAgreed(f"no manifest {digest} was agreed with this worker", phase="transfer")
+    kept.move_to_end(digest)
     return kept[digest]
 
 

@@ -17,6 +17,7 @@ from tests.ray.test_lora import Adapted, AdaptedTrainer, get
 from twinkle_ray import (
     CheckpointEngineManager,
     ConfigError,
+    ManifestMismatch,
     PeerLost,
     SyncError,
     TwinkleRayError,
@@ -501,6 +502,21 @@ class TestBadInput:
             manager.sync_weights(False)
         assert isinstance(caught.value, kind)
         assert get(rollout.digests.remote()) == held
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_trainers_that_have_not_the_same_adapters_active_are_refused_by_name(actors: Any, merge: bool) -> None:
+    """The ranks of a sharded model would gather different tensors, and wait for each other for ever."""
+    trainers, rollout = [actors(Tenants), actors(Tenants)], actors(Rollout, 5)
+    held = get(rollout.digests.remote())
+    get(trainers[1].call.remote(lambda one: one.model.set_adapter("tenant3")))
+    with CheckpointEngineManager(trainers, [rollout], timeout_s=30) as manager:
+        with pytest.raises(ManifestMismatch, match=r"trainer\[1\] has the adapters .* of which 'tenant3' are active"):
+            manager.sync_weights(merge)
+        assert get(rollout.digests.remote()) == held
+        get(trainers[1].call.remote(lambda one: one.model.set_adapter("default")))
+        manager.sync_weights(merge)
+    torch.testing.assert_close(get(rollout.logits.remote()), get(trainers[0].logits.remote()))
 
 
 def add_and_activate(trainer: Any) -> None:

@@ -17,6 +17,7 @@ from tests.engine_double import KINDS, TAGS, Device, start
 from tests.ray.test_lora import Adapted
 from twinkle_ray import CheckpointEngineManager, ConfigError, ReplicaUnavailable, SyncError
 from twinkle_ray.checking import CheckFailed
+from twinkle_ray.metrics import State
 from twinkle_ray.types import Contents
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -150,7 +151,7 @@ def test_a26_the_order_of_the_cycle_keeps_the_peak_of_memory_low(naive: bool) ->
 
 
 def test_whoever_is_woken_by_hand_finds_the_memory_that_trainers_do_not_use() -> None:
-    device = Device.remote(limit=25)
+    device = Device.remote(limit=40)
     rollout = start("llm in child process", device=device)
     get(rollout.truth.remote())
     get(rollout.sleep_checkpoint.remote())
@@ -158,11 +159,17 @@ def test_whoever_is_woken_by_hand_finds_the_memory_that_trainers_do_not_use() ->
     with CheckpointEngineManager([trainer], [rollout], is_colocated=True) as manager:
         get(trainer.train.remote(1))
         get(device.seen.remote())
+        manager.sync_and_wake()
+        assert manager._watch._held["rollout[0]"][0] is State.WHOLE
+        manager.sleep_rollout()
+        assert manager._watch._held["rollout[0]"][0] is State.ASLEEP
+        get(device.seen.remote())
         with pytest.raises(ConfigError):
             manager.wake_up_rollout(["lunch"])
         assert get(device.seen.remote())[0] == []
         manager.wake_up_rollout(["weights"])
         assert get(device.seen.remote())[0][:2] == ["release trainer cache", "wake weights"]
+        assert manager._watch._held["rollout[0]"][0] is State.WHOLE
     for actor in (device, rollout, trainer):
         ray.kill(actor)
 

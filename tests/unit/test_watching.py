@@ -126,6 +126,23 @@ def test_who_is_gone_is_set_to_gone_once(watch: Watch, sink: Sink) -> None:
     assert sink.of(metrics.STATE) == {"rollout[0]": State.WHOLE}
 
 
+@pytest.mark.parametrize(("lost", "after"), [(False, State.WHOLE), (True, State.EMPTY)])
+def test_who_sleeps_is_shown(watch: Watch, sink: Sink, lost: bool, after: State) -> None:
+    def states() -> list[float]:
+        watch.tick()
+        return [sink.of(metrics.STATE)[name] for name in NAMES]
+
+    succeed(watch, 1, *NAMES)
+    watch.slept(dict.fromkeys(NAMES, ("kv_cache",)), lost=lost)
+    assert states() == [State.WHOLE, State.WHOLE]
+    watch.slept({"rollout[0]": ("kv_cache", "weights"), "rollout[1]": None}, lost=False)
+    assert states() == [State.ASLEEP, State.WHOLE]
+    watch.slept({"rollout[0]": (), "rollout[1]": ()}, lost=lost)
+    assert states() == [after, State.WHOLE]
+    succeed(watch, 2, *NAMES)
+    assert states() == [State.WHOLE, State.WHOLE]
+
+
 def test_a_dead_rollout_that_was_dropped_is_a_failure(watch: Watch, sink: Sink) -> None:
     with watch.sync(NAMES) as sync:
         watch.members(NAMES[:1])
