@@ -232,6 +232,28 @@ def test_nothing_is_told_before_the_device_has_done_it(pair: Pair) -> None:
     assert torch.equal(mine, segment)
 
 
+class SlowDevice(Runtime):
+    """A mark passes when marks were asked for so often since it was made."""
+
+    lag = 200
+    asked = 0
+
+    def mark(self) -> list[Any]:
+        return [self.asked]
+
+    def passed(self, mark: list[Any]) -> bool:
+        self.asked += 1
+        return self.asked >= mark[0] + self.lag
+
+
+def test_chunks_do_not_wait_for_the_device_one_after_the_other(pair: Pair) -> None:
+    segment = pair.segment(1024)
+    chunks = [[segment[n : n + 64]] for n in range(0, 1024, 64)]
+    device = pair.runtimes[0] = pair.groups[0]._memory._runtime = SlowDevice()
+    assert equal(pair.sync(*chunks), *chunks)
+    assert device.asked <= device.lag + 4 * len(chunks)
+
+
 def test_devices_without_a_way_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendUnavailable, match="NPU IPC exists in torch_npu, but was never run"):
         memories.memory_of(torch.device("meta"))

@@ -36,6 +36,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -198,7 +199,10 @@ class IpcGroup(BroadcastGroup):
 
     def _ask(self, views: list[torch.Tensor] | None) -> None:
         self._last += 1
-        self._queue.append(_Op(self._last, views))
+        op = _Op(self._last, views)
+        if views is not None and self._rank == 0 and self._memory is not None:
+            op.mark = self._memory.mark()  # now: when its turn comes it may have passed
+        self._queue.append(op)
         if views is None and self._rank:
             self._peers[0].link.post({"here": self._last, **({"anew": True} if self._anew else {})})
             self._anew = False
@@ -242,7 +246,8 @@ class IpcGroup(BroadcastGroup):
                         f"rank {self._rank} of group {self._group_name} waited {deadline.seconds:.1f} s for a transfer",
                         phase="transfer",
                     )
-                busy = any(op.mark is not None for op in (*self._flying, *self._queue))
+                # Of what is queued only the first is waited for, and if that is a barrier a message will tell.
+                busy = any(op.mark is not None for op in (*self._flying, *islice(self._queue, 1)))
                 wait((peer.link for peer in self._peers.values()), 0.0 if busy else min(_SLICE_S, deadline.remaining()))
                 if busy:
                     time.sleep(_SPIN_S)
