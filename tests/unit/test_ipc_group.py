@@ -17,7 +17,7 @@ import torch
 
 from tests.unit.members import Member, Seat, footprint, introduce, members, no_more, results
 from twinkle_ray.backends import memory as memories
-from twinkle_ray.errors import ConfigError, ManifestMismatch, PeerLost, SyncAborted, SyncTimeout
+from twinkle_ray.errors import ConfigError, ManifestMismatch, PeerLost, SyncAborted, SyncError, SyncTimeout
 from twinkle_ray.types import Deadline
 
 IPC = "TWINKLE_IPC"
@@ -492,6 +492,8 @@ def stuck(seat: Seat) -> Any:
     thread.start()
     assert inside.wait(10)
     group.abort("the driver has left")
+    with pytest.raises(SyncError, match="rank 1 of group .* is still reading the sender's memory"):
+        group.let_go()
     group.destroy_group()
     held = len(group._opened)
     go_on.set()

@@ -240,8 +240,12 @@ class SyncGroup(BaseGroup):
         the same contents if that makes sending cheaper. They stay the same objects."""
 
     def let_go(self) -> None:
-        """Close what is open here of other processes' memory, which may then be freed. Not while an operation runs; the
-        next one opens again what it needs."""
+        """Close what is open here of other processes' memory, which may then be freed. Not while an operation runs. The
+        next one opens again what it needs.
+
+        Raises:
+            SyncError: an operation is reading it.
+        """
 
     def fence(self) -> None:
         """Wait until all work that this process has put on the group's device has ended. Without it a launch waits

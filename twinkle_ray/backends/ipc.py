@@ -47,7 +47,7 @@ from twinkle_ray.backends.link import FDS, Host, Link, call, wait
 from twinkle_ray.backends.memory import Export, Memory, memory_of
 from twinkle_ray.backends.streams import published
 from twinkle_ray.digest import bytes_view
-from twinkle_ray.errors import ConfigError, ManifestMismatch, SyncTimeout, TwinkleRayError
+from twinkle_ray.errors import ConfigError, ManifestMismatch, SyncError, SyncTimeout, TwinkleRayError
 from twinkle_ray.types import Deadline, Rendezvous
 
 T = TypeVar("T")
@@ -221,11 +221,19 @@ class IpcGroup(BroadcastGroup):
             self._mustering = False
 
     def let_go(self) -> None:
-        with self._using:
+        if not self._using.acquire(timeout=_EXIT_S):
+            raise SyncError(
+                f"rank {self._rank} of group {self._group_name} is still reading the sender's memory, in an operation that "
+                "was given up",
+                phase="offload",
+            )
+        try:
             if self._rank and self._memory is not None and self._opened:
                 self._drop(self._memory, set(self._opened))
                 self._places.clear()
                 self._anew = True
+        finally:
+            self._using.release()
 
     def fence(self) -> None:
         if self._device.type != "cpu":
