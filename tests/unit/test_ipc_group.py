@@ -492,7 +492,7 @@ def stuck(seat: Seat) -> Any:
     thread.start()
     assert inside.wait(10)
     group.abort("the driver has left")
-    with pytest.raises(SyncError, match="rank 1 of group .* is still reading the sender's memory"):
+    with pytest.raises(SyncError, match=r"rank 1 of group .* is still reading the sender's memory"):
         group.let_go()
     group.destroy_group()
     held = len(group._opened)

@@ -223,8 +223,8 @@ class IpcGroup(BroadcastGroup):
     def let_go(self) -> None:
         if not self._using.acquire(timeout=_EXIT_S):
             raise SyncError(
-                f"rank {self._rank} of group {self._group_name} is still reading the sender's memory, in an operation that "
-                "was given up",
+                f"rank {self._rank} of group {self._group_name} is still reading the sender's memory, in an operation "
+                "that was given up",
                 phase="offload",
             )
         try:
