@@ -21,8 +21,8 @@ from typing import Any
 from twinkle_ray.errors import PeerLost, SyncTimeout
 
 _SPIN_S = 0.06
-"""Seconds of each call for which a brisk line asks again and again for the answers. A sleeping thread is woken 0.2 ms
-late; what takes longer than this can bear that."""
+"""Seconds for which a brisk line asks again and again for the answers to a ``receive`` and to what follows it. A sleeping
+thread is woken 0.2 ms late; a sync that takes longer than this can bear that."""
 
 METHODS = frozenset({"receive", "poll", "abort"})
 """What may be asked over a line: it runs beside the engine's loop, not in it."""
@@ -77,7 +77,8 @@ class Line:
 
     def __init__(self, addresses: list[Any], *, brisk: bool = False) -> None:
         self._lock = threading.Lock()
-        self._spin_s = _SPIN_S if brisk else 0.0
+        self._brisk = brisk
+        self._received = False
         self._connections = [
             Client(address, family="AF_UNIX", authkey=bytes.fromhex(key)) for address, key in addresses
         ]
@@ -95,7 +96,9 @@ class Line:
             try:
                 for connection in self._connections:
                     connection.send_bytes(question)
-                spin_until = min(time.monotonic() + self._spin_s, deadline)
+                spins = self._brisk and (self._received or method == "receive")
+                self._received = method == "receive"
+                spin_until = min(time.monotonic() + _SPIN_S, deadline) if spins else 0.0
                 answers = []
                 for connection in self._connections:
                     if not _answers(connection, spin_until, deadline):
