@@ -21,8 +21,8 @@ from typing import Any
 from twinkle_ray.errors import PeerLost, SyncTimeout
 
 _SPIN_S = 0.06
-"""Seconds for which a brisk line asks again and again for the answers to a ``receive`` and to what follows it. A sleeping
-thread is woken 0.2 ms late; a sync that takes longer than this can bear that."""
+"""Seconds for which a brisk line asks again and again for the answers to a ``receive`` and to what follows it. A thread
+that sleeps is woken 0.2 ms late; a sync that takes longer than this can bear that."""
 
 METHODS = frozenset({"receive", "poll", "abort"})
 """What may be asked over a line: it runs beside the engine's loop, not in it."""
