@@ -592,10 +592,11 @@ def test_the_seeds_driver_gets_the_adapter_counted_once(actors: Any) -> None:
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 16, True)
 
 
-def test_a_thousand_merged_syncs_leave_the_trainers_storages_alone(actors: Any) -> None:
+@pytest.mark.parametrize("syncs", [pytest.param(1000, marks=pytest.mark.soak), 100])
+def test_merged_syncs_leave_the_trainers_storages_alone(actors: Any, syncs: int) -> None:
     trainer, rollout = actors(Adapted, dtype=torch.bfloat16), actors(Rollout, 5, dtype=torch.bfloat16)
     manager = CheckpointEngineManager([trainer], [rollout], timeout_s=60)
-    for step in range(1000):
+    for step in range(syncs):
         manager.sync_weights()
         trainer.step.remote(step)  # Ray keeps the order of calls
     manager.bucket_size = 4096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def test_what_fits_is_said_and_nothing_is_changed(actors: Any) -> None:
         assert report.warnings == ()
         assert report.members.keys() == {"trainer[0]", "rollout[0]", "rollout[1]"}
         for facts in report.members.values():
-            assert facts["versions"]["torch"] == torch.__version__
+            assert facts["versions"]["torch"] == importlib.metadata.version("torch")
             assert facts["free_nbytes"] > 1 << 20
     assert [get(rollout.digests.remote()) for rollout in rollouts] == held
     assert [get(rollout.checkpoint_status.remote()).contents for rollout in rollouts] == [Contents.NONE] * 2

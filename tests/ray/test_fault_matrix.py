@@ -141,7 +141,7 @@ def held(actors: list[Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(1000, marks=pytest.mark.soak), 40])
+@pytest.mark.parametrize("rounds", [pytest.param(1000, marks=pytest.mark.soak), 20])
 def test_syncs_of_which_some_fail_leave_nothing_behind(actors: Any, rounds: int) -> None:
     trainer, rollouts = actors(FaultyTrainer, 1), [actors(FaultyRollout, seed) for seed in (5, 6)]
     manager = CheckpointEngineManager([trainer], rollouts, timeout_s=30.0, bucket_size=1024)

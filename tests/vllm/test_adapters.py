@@ -13,6 +13,7 @@ from .conftest import HERE, Probe, run
 pytestmark = pytest.mark.vllm
 
 FLOWS = {"llm": "llm in process", "child": "llm in child process"}
+EACH = pytest.mark.parametrize("name", ["llm", pytest.param("child", marks=pytest.mark.soak)])
 UPDATES = 5
 OURS = {"a": 5, "b": 8, "c": 0}
 
@@ -48,7 +49,7 @@ def are(facts: dict[str, Any]) -> list[str | None]:
     return answers
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 def test_the_oracle_tells_all_versions_apart(seen: Probe, name: str) -> None:
     facts = seen(name)
     assert facts["kind"] == FLOWS[name]
@@ -56,7 +57,7 @@ def test_the_oracle_tells_all_versions_apart(seen: Probe, name: str) -> None:
     assert are(facts["base"]) == ["base"]
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 def test_after_each_update_requests_get_the_new_version_and_the_old_one_is_gone(seen: Probe, name: str) -> None:
     updates = seen(name)["updates"]
     assert [are(u["first"]) for u in updates] == [[f"a{k}"] for k in range(1, UPDATES + 1)]
@@ -66,7 +67,7 @@ def test_after_each_update_requests_get_the_new_version_and_the_old_one_is_gone(
     assert len({str(u["memory"]) for u in updates}) == 1
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 def test_no_block_of_the_prefix_cache_outlives_its_version(seen: Probe, name: str) -> None:
     facts = seen(name)
     for update in facts["updates"]:
@@ -78,7 +79,7 @@ def test_no_block_of_the_prefix_cache_outlives_its_version(seen: Probe, name: st
     assert again == {"are": ["a1"], "cached": 0}
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 def test_a_request_for_an_older_version_gets_the_present_one(seen: Probe, name: str) -> None:
     facts = seen(name)
     assert are(facts["older request"]) == ["a5"]
@@ -86,7 +87,7 @@ def test_a_request_for_an_older_version_gets_the_present_one(seen: Probe, name: 
     assert "no adapter 'b'" in facts["gone"][1]
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 def test_names_and_the_base_are_served_side_by_side_and_an_update_touches_one(seen: Probe, name: str) -> None:
     facts = seen(name)
     assert are(facts["side by side"]) == ["a5", "base", "b1", "c"]  # c is from a directory
@@ -94,7 +95,7 @@ def test_names_and_the_base_are_served_side_by_side_and_an_update_touches_one(se
     assert facts["held"] == OURS
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 def test_without_a_default_requests_get_the_base(seen: Probe, name: str) -> None:
     facts = seen(name)
     assert are(facts["no default"]) == ["base"]
@@ -106,7 +107,7 @@ def test_without_a_default_requests_get_the_base(seen: Probe, name: str) -> None
     assert facts["left"] == [{"c": 0}, 1]
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 def test_the_users_own_adapters_are_served_beside_and_evict_none_of_ours(seen: Probe, name: str) -> None:
     facts = seen(name)
     assert [are(f) for f in facts["own"]] == [["rslora", "base"], ["b1"], ["rslora"], ["a5", "b2", "c"]]
@@ -115,7 +116,7 @@ def test_the_users_own_adapters_are_served_beside_and_evict_none_of_ours(seen: P
     assert "max_cpu_loras" in facts["no room for own"][1]
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 def test_more_names_than_the_engine_holds_are_refused(seen: Probe, name: str) -> None:
     facts = seen(name)
     assert facts["no room"][0] == "ConfigError"
@@ -124,7 +125,7 @@ def test_more_names_than_the_engine_holds_are_refused(seen: Probe, name: str) ->
     assert are(facts["after no room"]) == ["a5", "b2", "c"]
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 @pytest.mark.parametrize("where", ["add", "activate", "slots"])
 def test_a_failure_in_the_middle_leaves_the_old_version(seen: Probe, name: str, where: str) -> None:
     broken = seen(name)["broken"][where]
@@ -155,7 +156,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 @pytest.mark.parametrize("change", WRONG)
 def test_what_cannot_be_served_is_refused_and_nothing_changes(seen: Probe, name: str, change: str) -> None:
     (kind, text), unchanged = seen(name)["wrong"][change]
@@ -165,13 +166,13 @@ def test_what_cannot_be_served_is_refused_and_nothing_changes(seen: Probe, name:
     assert are(seen(name)["after wrong"]) == ["a5", "b2", "c"]
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 @pytest.mark.parametrize("kind", ["rslora", "patterns", "embeddings"])
 def test_what_peft_scales_in_other_ways_is_served_as_peft_does(seen: Probe, name: str, kind: str) -> None:
     assert seen(name)["kinds"][kind] == [None, [kind]]
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 def test_what_a_reload_of_weights_drops_can_be_put_back(seen: Probe, name: str) -> None:
     facts = seen(name)
     assert facts["dropped"] == {}
@@ -179,7 +180,7 @@ def test_what_a_reload_of_weights_drops_can_be_put_back(seen: Probe, name: str) 
     assert are(facts["after restore"]) == ["a5", "b2", "c", "base"]
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@EACH
 def test_an_engine_says_what_it_can_hold(seen: Probe, name: str) -> None:
     facts = seen(name)
     assert facts["lora_facts"] == {

@@ -8,7 +8,7 @@ from .conftest import Probe
 
 pytestmark = pytest.mark.vllm
 
-ENGINES = pytest.mark.parametrize("name", ["llm", "child", "async"])
+ENGINES = pytest.mark.parametrize("name", ["llm", "child", pytest.param("async", marks=pytest.mark.soak)])
 
 FULL = [["length", 200]] * 4
 
@@ -34,7 +34,10 @@ def test_kept_requests_stand_still_and_end_after_it(probe: Probe, name: str) -> 
 # Frozen requests and a newcomer of one LLM would be two threads in LLM.generate, which get each other's outputs.
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*((name, mode) for name in ("llm", "child", "async") for mode in ("wait", "abort")), ("async", "keep")],
+    [
+        *((name, mode) for name in ("llm", "child") for mode in ("wait", "abort")),
+        *(pytest.param("async", mode, marks=pytest.mark.soak) for mode in ("wait", "abort", "keep")),
+    ],
 )
 def test_new_requests_wait_for_the_end_of_the_update(probe: Probe, name: str, mode: str) -> None:
     assert probe(name)[mode]["newcomer"] is None

@@ -158,7 +158,7 @@ class TestOneEngine:
         get(made.checkpoint_status.remote(), 120)
         return made
 
-    @pytest.mark.parametrize("seconds", [pytest.param(180.0, marks=pytest.mark.soak), 12.0])
+    @pytest.mark.parametrize("seconds", [pytest.param(180.0, marks=pytest.mark.soak), 6.0])
     def test_every_answer_is_that_of_one_whole_version(
         self, checkpoints: Path, trainer: Any, rollout: Any, seconds: float
     ) -> None:

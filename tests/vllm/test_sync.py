@@ -493,6 +493,10 @@ class TestChildProcess(Follows, InFlight, Fails, BadInput):
         with (made := Bench(checkpoints, "llama", trainers["plain"], [rollout])).manager:
             yield made
 
+    @pytest.mark.soak
+    def test_all_that_does_not_fit_is_named_and_nothing_changes(self, odd: Bench) -> None:
+        super().test_all_that_does_not_fit_is_named_and_nothing_changes(odd)
+
     def test_on_one_device_each_byte_is_copied_once(self, bench: Bench) -> None:
         bench.load(2)
         with CheckpointEngineManager([bench.trainer], bench.rollouts, weight_sync_mode="ipc", timeout_s=60) as manager:
@@ -521,6 +525,10 @@ class TestAsync(Follows, InFlight, Fails, BadInput):
         rollout = start(AsyncRollout, checkpoints / "llama-0", child=True)
         with (made := Bench(checkpoints, "llama", trainers["plain"], [rollout])).manager:
             yield made
+
+    @pytest.mark.soak
+    def test_all_that_does_not_fit_is_named_and_nothing_changes(self, odd: Bench) -> None:
+        super().test_all_that_does_not_fit_is_named_and_nothing_changes(odd)
 
     def test_digests_are_those_of_the_checkpoints_own_tensors(self, bench: Bench) -> None:
         """Read by the operation that ``verify`` uses: the method of the actor would wait on its own event loop."""
