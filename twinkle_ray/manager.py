@@ -63,6 +63,8 @@ MODES = ("auto", *BACKENDS, "naive")
 IN_FLIGHT = ("wait", "abort", "keep")
 ON_DEAD = ("error", "drop")
 _CLEANUP_S = 5.0
+_RELEASE_S = 5.0
+"""Seconds that trainers may take to give memory back to rollouts that are woken by hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -572,7 +574,10 @@ class CheckpointEngineManager:
             deadline = Deadline.after(self.timeout_s)
             if self.is_colocated:
                 require_tags(tags)
-                self._release_trainers(deadline)
+                try:
+                    self._release_trainers(Deadline.after(min(_RELEASE_S, self.timeout_s)))
+                except SyncError as error:  # rollouts can serve without trainers
+                    self._watch.log.warning("trainers gave no memory back before rollouts wake: %s", error)
             with self._sleeping():
                 asleep = self._sleepers.wake_up(self._replicas, tags, deadline)
                 self._watch.slept(asleep, lost=self._loses)

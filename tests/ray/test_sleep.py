@@ -170,6 +170,10 @@ def test_whoever_is_woken_by_hand_finds_the_memory_that_trainers_do_not_use() ->
         manager.wake_up_rollout(["weights"])
         assert get(device.seen.remote())[0][:2] == ["release trainer cache", "wake weights"]
         assert manager._watch._held["rollout[0]"][0] is State.WHOLE
+        manager.sleep_rollout()
+        ray.kill(trainer)
+        manager.wake_up_rollout()
+        assert isinstance(get(rollout.generate.remote()).logits, torch.Tensor)
     for actor in (device, rollout, trainer):
         ray.kill(actor)
 
