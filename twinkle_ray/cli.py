@@ -240,7 +240,8 @@ def bench(args: argparse.Namespace) -> int:
 def _print_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    heads = "model,rollout,replicas,tensors,MB,raw ms,sync ms,sync/raw,GB/s,direct,first s,path".split(",")
+    heads = ["model", "rollout", "replicas", "tensors", "MB", "raw ms", "sync ms", "sync/raw", "GB/s", "direct"]
+    heads += ["first s", "path"]
     table = Table(*heads, title=title, title_justify="left", box=None, padding=(0, 1))
     for row in rows:
         table.add_row(*(str(row[head]) for head in heads))
