@@ -64,7 +64,8 @@ IN_FLIGHT = ("wait", "abort", "keep")
 ON_DEAD = ("error", "drop")
 _CLEANUP_S = 5.0
 _RELEASE_S = 5.0
-"""Seconds that trainers may take to give memory back to rollouts that are woken by hand."""
+"""Seconds that trainers may take to give memory back before rollouts are woken by hand, and rollouts to close trainers'
+memory before those offload. Either goes on without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -617,9 +618,11 @@ class CheckpointEngineManager:
             getattr(self._train_group, method)()
             return
         if method == "offload_to_cpu" and self._group is not None and IPC in self._group.routes.mode.split("+"):
-            # A device keeps memory that was freed as long as another process has it open.
-            ops = {r.name: Op(handle=r.handle, op="let_go", request={}) for r in self._replicas}
-            self._round("offload", deadline).run_each(ops)
+            # A device keeps memory that was freed as long as another process has it open. Who is dead has nothing open.
+            ops: dict[str, Call | Op] = {r.name: Op(handle=r.handle, op="let_go", request={}) for r in self._replicas}
+            soon = Deadline.after(min(_RELEASE_S, deadline.remaining()))
+            for error in self._round("offload", soon).run_all(ops)[1].values():
+                self._watch.log.warning("a rollout did not close the trainers' memory before they offload: %s", error)
         TrainGroup(lambda: self.train_actors, timeout_s=deadline.remaining()).call(method)
 
     def _make_ready(self, in_flight: str, deadline: Deadline, dropped: list[str]) -> None:

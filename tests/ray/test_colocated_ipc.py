@@ -141,6 +141,12 @@ def test_what_trainers_are_about_to_free_is_open_nowhere(actors: Any) -> None:
                 manager.offload_trainers()
             assert not any(memory & there for there in get([one.call.remote(mapped) for one in rollouts]))
         assert get(rollouts[0].call.remote(counts))["repeated"] == 0
+        get(trainer.step.remote(9))
+        manager.sync_weights()
+        ray.kill(rollouts[1])
+        manager.offload_trainers()  # whoever is dead has nothing open
+        memory = set(get(trainer.call.remote(whereabouts)).values()) - {0}
+        assert not memory & get(rollouts[0].call.remote(mapped))
 
 
 # --- who sends to whom -------------------------------------------------------------------------------------------

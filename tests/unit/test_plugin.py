@@ -33,6 +33,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch, package: str, **given: Any) -> An
         monkeypatch.delenv(NZ)
     plugin.register()
     made = EngineArgs(**given).create_engine_config()
+    assert made == EngineArgs(**given).create_engine_config()  # of a second engine in this process
     assert EngineArgs.additional_config == {}  # other engines' too
     return made
 

@@ -340,8 +340,6 @@ class IpcGroup(BroadcastGroup):
             self._tell({"go": op.number})
             self._position = 0
             return True
-        if op.mark is None:
-            op.mark = memory.mark()
         if not memory.passed(op.mark):  # what made these bytes has not ended, and no stream orders two processes
             return False
         position = self._position

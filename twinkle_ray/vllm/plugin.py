@@ -49,7 +49,9 @@ def _fill_in(engine_args: Any, *, plain: bool) -> None:
         if not self.worker_extension_cls:
             self.worker_extension_cls = EXTENSION
         more = self.additional_config or {}
-        asked = _NZ in os.environ or "weight_nz_mode" in more or (more.get("rl_config") or {}).get("enabled")
+        asked = (
+            os.environ.get(_NZ, "0") != "0" or "weight_nz_mode" in more or (more.get("rl_config") or {}).get("enabled")
+        )
         if plain and not asked:
             os.environ[_NZ] = "0"  # the engine's other processes inherit it
             self.additional_config = {**more, "weight_nz_mode": 0}
