@@ -49,10 +49,8 @@ def _fill_in(engine_args: Any, *, plain: bool) -> None:
         if not self.worker_extension_cls:
             self.worker_extension_cls = EXTENSION
         more = self.additional_config or {}
-        asked = (
-            os.environ.get(_NZ, "0") != "0" or "weight_nz_mode" in more or (more.get("rl_config") or {}).get("enabled")
-        )
-        if plain and not asked:
+        asked = "weight_nz_mode" in more or (more.get("rl_config") or {}).get("enabled")
+        if plain and not asked and os.environ.get(_NZ, "0") == "0":
             os.environ[_NZ] = "0"  # the engine's other processes inherit it
             self.additional_config = {**more, "weight_nz_mode": 0}
         return original(self, *args, **kwargs)
