@@ -40,15 +40,18 @@ class Faulty(Probed):
 
     def break_door(self) -> None:
         """Let the next group fail when all ranks have met and it begins to build its communicator."""
-        cls = group_class()
-        build = cls._build
+        from twinkle_ray.backends.ipc import IpcGroup
+
+        usual = {cls: cls._build for cls in (group_class(), IpcGroup)}
 
         def failing(group: Any, *args: Any, **kwargs: Any) -> Any:
-            cls._build = build
+            for cls, build in usual.items():
+                cls._build = build
             self.at("door")
-            return build(group, *args, **kwargs)
+            return group._build(*args, **kwargs)
 
-        cls._build = failing
+        for cls in usual:
+            cls._build = failing
 
 
 def misbehave(how: str, hang_s: float = HANG_S) -> None:

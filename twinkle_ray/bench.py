@@ -1,7 +1,8 @@
 """One sync against the limit of its wire, both measured in one run, with weights that mean nothing.
 
-*raw* is one broadcast of the same number of bytes through the very group that the sync uses, between plain buffers,
-until its last member has them. *sync* is ``manager.sync_weights()`` from call to return, the median after the second
+*raw* is one broadcast of the same number of bytes through the group that the sync uses (where it uses none, since the
+rollout reads the trainer's memory, through the one that it would use), between plain buffers, until its last member has
+them. *sync* is ``manager.sync_weights()`` from call to return, the median after the second
 one, each after a training step and a generation, which fills the prefix cache; *again* is the same, one sync right
 after the other. With a LoRA rank it is an adapter alone, ``sync_weights(False)``, and *raw* and *MB* are the adapter's.
 Rollouts are a plain module, vLLM in the actor's process (``engine``) or in a child process (``child``), with dummy
@@ -29,6 +30,7 @@ import torch
 from twinkle_ray.backends import ray_resources
 from twinkle_ray.manager import CheckpointEngineManager
 from twinkle_ray.mixins import RolloutActorMixin, TrainActorMixin
+from twinkle_ray.routes import BY_DEVICE, IPC
 from twinkle_ray.shapes import Shaped, Shapes, config_of, lora, shapes_of
 from twinkle_ray.types import Deadline
 
@@ -52,6 +54,7 @@ class Options:
         share: of a device's memory that an engine may take.
         rank: of a LoRA adapter that is sent alone; 0: the model is.
         replicas: rollouts, each on a device of its own.
+        mode: ``weight_sync_mode`` of the manager.
         verify: compare SHA-256 sums in the end.
     """
 
@@ -61,6 +64,7 @@ class Options:
     share: float = 0.5
     rank: int = 0
     replicas: int = 1
+    mode: str = "auto"
     verify: bool = False
 
     @staticmethod
@@ -217,7 +221,7 @@ def measure(
     trainer = actor()(Trainer).remote(shapes_of(config), options.device, options.rank)
     rollouts = [actor()(rollout_kind).remote(config, options, kind == "child") for _ in range(options.replicas)]
     try:
-        with CheckpointEngineManager([trainer], rollouts, timeout_s=_CALL_S) as manager:
+        with CheckpointEngineManager([trainer], rollouts, weight_sync_mode=options.mode, timeout_s=_CALL_S) as manager:
             ray.get([one.checkpoint_status.remote() for one in (trainer, *rollouts)], timeout=_START_S)
             machine = ray.get(trainer.machine.remote(), timeout=_CALL_S)
             step("actors are up")
@@ -229,11 +233,14 @@ def measure(
             again = [manager.sync_weights(not options.rank).seconds for _ in range(options.rounds)]
             step("syncs in a row")
             nbytes = reports[-1].nbytes
+            blocks = ray.get(rollouts[0].blocks.remote(), timeout=_CALL_S)
+            compared = manager.verify().compared if options.verify else None
+        wire = BY_DEVICE[options.device] if reports[-1].mode == IPC else reports[-1].mode
+        with CheckpointEngineManager([trainer], rollouts, weight_sync_mode=wire, timeout_s=_CALL_S) as manager:
+            manager.sync_weights(not options.rank)
             raws = [one.raw.remote(nbytes, options.rounds) for one in (trainer, *rollouts)]
             sent, *received = ray.get(raws, timeout=_CALL_S)
             step("raw broadcasts")
-            blocks = ray.get(rollouts[0].blocks.remote(), timeout=_CALL_S)
-            compared = manager.verify().compared if options.verify else None
     finally:
         for one in (trainer, *rollouts):
             ray.kill(one)
@@ -246,6 +253,7 @@ def measure(
         "model": model,
         "rollout": kind,
         "replicas": options.replicas,
+        "mode": reports[-1].mode,
         "tensors": reports[-1].tensors,
         "MB": round(nbytes / 1e6, 1),
         "raw ms": round(raw * 1e3, 2),

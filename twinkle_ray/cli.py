@@ -194,6 +194,7 @@ def add_measuring(
     parser.add_argument("--share", type=float, default=0.5, help="of a GPU's memory that an engine may take")
     parser.add_argument("--rank", type=int, default=0, help="send a LoRA adapter of this rank alone")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1], help="rollouts, each on a device of its own")
+    parser.add_argument("--mode", default="auto", help="weight_sync_mode, such as nccl (default: %(default)s)")
     parser.add_argument("--verify", action="store_true", help="compare SHA-256 sums in the end (7B: a minute)")
 
 
@@ -240,7 +241,7 @@ def bench(args: argparse.Namespace) -> int:
 def _print_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    heads = ["model", "rollout", "replicas", "tensors", "MB", "raw ms", "sync ms", "sync/raw", "GB/s", "direct"]
+    heads = ["model", "rollout", "replicas", "mode", "tensors", "MB", "raw ms", "sync ms", "sync/raw", "GB/s", "direct"]
     heads += ["first s", "path"]
     table = Table(*heads, title=title, title_justify="left", box=None, padding=(0, 1))
     for row in rows:

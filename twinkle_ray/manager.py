@@ -106,9 +106,11 @@ class CheckpointEngineManager:
         train_actors: handles of actors with :class:`~twinkle_ray.mixins.TrainActorMixin`; the first one sends.
         rollout_replicas: handles of actors with :class:`~twinkle_ray.mixins.RolloutActorMixin`, or objects with
             ``.primary`` (such a handle), ``.sleep(level=)`` and ``.wake_up(tags=)``.
-        weight_sync_mode: ``auto`` (by the actors' devices; CUDA IPC where a rollout shares one with a trainer),
-            ``nccl``, ``hccl``, ``gloo``, ``ipc`` (as ``auto``, but some devices must be shared, and the CPUs of a node
-            count as that), or ``naive`` (the ``train_group`` moves the weights itself).
+        weight_sync_mode: ``auto`` (by the actors' devices; CUDA IPC where a rollout shares one with a trainer, and
+            where one trainer and the only worker elsewhere have two GPUs that NVLink joins), ``nccl``, ``hccl``,
+            ``gloo``, ``ipc`` (as ``auto``, but some devices must be shared or joined, however many rollouts then read
+            from the first trainer, and the CPUs of a node count as one device), or ``naive`` (the ``train_group``
+            moves the weights itself).
         is_colocated: trainers and rollouts share devices (or a node's CPUs), whose memory the weights do not leave;
             each sync puts the rollouts to sleep first and wakes their weights.
         sleep_level: how deep they sleep: 1, the weights go to host memory; 2, they are discarded, and the rollout
@@ -824,14 +826,10 @@ class CheckpointEngineManager:
         return self._routes_for(trainers, rollouts).mode
 
     def _routes_for(self, trainers: Mapping[str, TrainerStatus], rollouts: Mapping[str, RolloutStatus]) -> Routes:
-        spots = [Spot(kind=t.device[0], device=t.device[1], node=t.node) for t in trainers.values()]
-        workers = {
-            name: [
-                Spot(kind=kind, device=device, node=node)
-                for (kind, device), node in zip(held.devices, held.nodes or [""] * len(held.devices), strict=True)
-            ]
-            for name, held in rollouts.items()
-        }
+        spots = [
+            Spot(kind=t.device[0], device=t.device[1], node=t.node, shareable=t.shareable) for t in trainers.values()
+        ]
+        workers = {name: _spots(held) for name, held in rollouts.items()}
         return routes(self._mode, spots, workers, colocated=self.is_colocated)
 
     def _stands(
@@ -1240,6 +1238,15 @@ class CheckpointEngineManager:
                     compared += 1
             unverifiable[name] = tuple(dark)
         return VerifyReport(compared=compared, unverifiable=unverifiable)
+
+
+def _spots(held: RolloutStatus) -> list[Spot]:
+    count = len(held.devices)
+    nodes, links = held.nodes or ("",) * count, held.links or ((),) * count
+    return [
+        Spot(kind=kind, device=device, node=node, links=frozenset(others))
+        for (kind, device), node, others in zip(held.devices, nodes, links, strict=True)
+    ]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -291,6 +291,7 @@ class Serving:
         self._group = ""
         self._devices: tuple[tuple[str, str], ...] = ()
         self._nodes: tuple[str, ...] = ()
+        self._links: tuple[tuple[str, ...], ...] = ()
         self._asleep: tuple[str, ...] = ()
         self._base = ""
         self._base_id = ""
@@ -406,6 +407,7 @@ class Serving:
             steps=running.steps if active and running else 0,
             devices=self._devices,
             nodes=self._nodes,
+            links=self._links,
             pid=os.getpid(),
             base=self._base,
             base_id=self._base_id,
@@ -538,6 +540,7 @@ class Serving:
         facts = await self.target.call("describe", timeout_s=30.0)
         self._devices = tuple((str(f["device_type"]), str(f["device_id"])) for f in facts)
         self._nodes = tuple(str(f.get("node", "")) for f in facts)
+        self._links = tuple(tuple(map(str, f.get("links", ()))) for f in facts)
         groups = {str(f["group"]) for f in facts}
         self._group = groups.pop() if len(groups) == 1 else ""  # a worker may have lost it between two syncs
         self._asleep = tuple(await self.target.asleep())

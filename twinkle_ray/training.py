@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from twinkle_ray.adapter import Adapter
-from twinkle_ray.backends import wait_for
+from twinkle_ray.backends import shareable, wait_for
 from twinkle_ray.backends.base import SyncGroup, generation
 from twinkle_ray.digest import tensor_sha256
 from twinkle_ray.endpoint import Endpoint, Operation
@@ -93,6 +93,7 @@ class Training:
             active=tuple(active_adapters(model)) if model is not None else (),
             base_id=source.base_id(),
             node=facts["node"],
+            shareable=not source.sharded and shareable(endpoint.device, self._held.parameters() if self._held else ()),
         )
 
     def adapter(self, name: str | None = None) -> Adapter:

@@ -134,6 +134,7 @@ class RolloutStatus:
         step, steps: chunks moved by the running sync.
         devices: per worker ``(type, id)``; known after ``prepare``.
         nodes: per worker a name of the machine, equal for those that can share memory.
+        links: per worker the ids of other devices whose memory its own reads directly, such as over NVLink.
         pid: of the actor's process.
         base: ``plain``, or ``merged`` with adapters of the trainer; ``""`` before the first sync.
         base_id: the :class:`TrainerStatus`'s of that plain base, when it was sent.
@@ -154,6 +155,7 @@ class RolloutStatus:
     steps: int = 0
     devices: tuple[tuple[str, str], ...] = ()
     nodes: tuple[str, ...] = ()
+    links: tuple[tuple[str, ...], ...] = ()
     pid: int = 0
     base: str = ""
     base_id: str = ""
@@ -178,6 +180,7 @@ class TrainerStatus:
         base_id: of its frozen base: another one if any tensor of that was written or replaced since (but for writes
             through ``tensor.data``, which torch does not count). ``""`` without adapters.
         node: a name of its machine, as those of a rollout.
+        shareable: whether processes of linked devices can open its memory.
     """
 
     digest: str
@@ -190,6 +193,7 @@ class TrainerStatus:
     active: tuple[str, ...] = ()
     base_id: str = ""
     node: str = ""
+    shareable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

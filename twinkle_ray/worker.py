@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from twinkle_ray.backends import end_group, identity, neighbourhood
+from twinkle_ray.backends import end_group, identity, linked, neighbourhood
 from twinkle_ray.backends.base import SyncGroup
 from twinkle_ray.checking import process_facts
 from twinkle_ray.endpoint import Endpoint, Operation
@@ -92,9 +92,12 @@ class WorkerSide:
         return self._holder()
 
     def describe(self) -> dict[str, Any]:
-        """Facts about this process: ``device_type``, ``device_id``, ``group`` (its sync group's name while nothing is
-        known against it, else ``""``), and what the sink adds."""
-        return {**self.sink.describe(), **device_facts(self.sink.device), "group": self.endpoint.sound_group}
+        """Facts about this process: ``device_type``, ``device_id``, ``links`` (see
+        :func:`~twinkle_ray.backends.linked`), ``group`` (its sync group's name while nothing is known against it, else
+        ``""``), and what the sink adds."""
+        device = self.sink.device
+        found = {**device_facts(device), "links": list(linked(device)), "group": self.endpoint.sound_group}
+        return {**self.sink.describe(), **found}
 
     def facts(self, backend: str | None) -> dict[str, Any]:
         """See :func:`twinkle_ray.checking.process_facts`."""

@@ -110,15 +110,35 @@ class _Communicator:
         self._real.bcast(*args)
 
 
+class _Reader:
+    """Memory of which one tensor's copy raises, amid those that are launched together."""
+
+    def __init__(self, real: Any, at: int) -> None:
+        self._real, self._left = real, at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def copy(self, into: Any, of: Any) -> None:
+        before, self._left = self._left, self._left - len(into)
+        if before > 0 >= self._left:
+            self._real.copy(into[: before - 1], of[: before - 1])
+            raise RuntimeError(SABOTAGE)
+        self._real.copy(into, of)
+
+
 def sabotage(side: Any, site: str, at: int) -> None:
     """Let the ``at``-th call from now on raise, once, in a receiver that is in a group.
 
     ``landing``: of the sink; ``chunk``: of the group's ``broadcast_many``, with half of the chunk launched; ``launch``:
-    of NCCL's broadcast within one group launch.
+    of NCCL's broadcast within one group launch, or of the copy of a tensor within a chunk where memory is read.
     """
     group = side.endpoint.group
     if site == "launch":
-        group._comm = _Communicator(group._comm, at)
+        if group.name == "TWINKLE_IPC":
+            group._memory = _Reader(group._memory, at)
+        else:
+            group._comm = _Communicator(group._comm, at)
         return
     holder, name = (side.sink, "landing") if site == "landing" else (group, "broadcast_many")
     original = getattr(holder, name)

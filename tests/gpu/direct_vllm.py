@@ -272,7 +272,7 @@ def check_exception(bench: Bench) -> None:
     bench.sync(100)
     for seed, (who, site, at) in enumerate(faults(bench), 101):
         what = {"into": bench.into, "in": who, "site": site, "at": at}
-        if site == "launch" and not bench.cuda:
+        if site == "launch" and not bench.cuda and bench.options.mode != "ipc":
             say("exception", **what, named=None)
             continue
         old = require_equal_sums(bench.trainer, bench.rollout)
@@ -311,7 +311,8 @@ def check_exception(bench: Bench) -> None:
 def faults(bench: Bench) -> list[tuple[str, str, int]]:
     """Whose call of what fails, and which one: early or in the middle."""
     rollout, trainer, middle = "rollout[0]", "trainer[0]", bench.tensors // 2
-    launch, chunk = ("launch", middle) if bench.cuda else ("chunk", 8), ("launch", 3) if bench.cuda else ("chunk", 1)
+    finer = bench.cuda or bench.options.mode == "ipc"
+    launch, chunk = ("launch", middle) if finer else ("chunk", 8), ("launch", 3) if finer else ("chunk", 1)
     if bench.into == "vLLM in a child process":
         return [(rollout, "landing", 1), (rollout, *launch)]
     if bench.serves:
@@ -352,7 +353,9 @@ def on_modules(options: argparse.Namespace, parts: list[str]) -> None:
     trainer, rollout = (make(kind, options, shapes, options.device) for kind in (Trainer, RolloutBase))
     with (
         killed(trainer, rollout),
-        CheckpointEngineManager([trainer], [rollout], bucket_size=size // 16, timeout_s=30) as manager,
+        CheckpointEngineManager(
+            [trainer], [rollout], weight_sync_mode=options.mode, bucket_size=size // 16, timeout_s=30
+        ) as manager,
     ):
         get([trainer.ping.remote(), rollout.ping.remote()], _START_S)
         bench = Bench(
@@ -383,7 +386,9 @@ def on_the_7b(options: argparse.Namespace, parts: list[str], child: bool) -> Non
         version = get([trainer.ping.remote(), started, rollout.expect.remote(shapes)], _START_S)[1]
         say("engine", into=into, vllm=version, tensors=len(shapes))
         bucket_size = DEFAULT_BUCKET_SIZE // options.scale**2
-        with CheckpointEngineManager([trainer], [rollout], bucket_size=bucket_size, timeout_s=30) as manager:
+        with CheckpointEngineManager(
+            [trainer], [rollout], weight_sync_mode=options.mode, bucket_size=bucket_size, timeout_s=30
+        ) as manager:
             bench = Bench(
                 options=options,
                 trainer=trainer,
@@ -476,7 +481,9 @@ def from_disk(small: Small, trainer: Any, by_file: bool = False) -> SyncReport:
     expected = get(small.reference, _START_S)
     version = small.up()
     dummy = get(small.actor.generate.remote())
-    with CheckpointEngineManager([trainer], [small.actor], timeout_s=30) as manager:
+    with CheckpointEngineManager(
+        [trainer], [small.actor], weight_sync_mode=small.options.mode, timeout_s=30
+    ) as manager:
         get(trainer.load.remote(small.folders[1], by_file), 90)
         manager.sync_weights()
         other = get(small.actor.generate.remote())
@@ -515,7 +522,9 @@ def check_fp8(small: Small, trainer: Any) -> None:
 
 def check_sleep(small: Small, trainer: Any) -> None:
     version = small.up()
-    with CheckpointEngineManager([trainer], [small.actor], timeout_s=30) as manager:
+    with CheckpointEngineManager(
+        [trainer], [small.actor], weight_sync_mode=small.options.mode, timeout_s=30
+    ) as manager:
 
         def sync(seed: int) -> tuple[list[list[int]], float]:
             get(small.actor.expect.remote(get(trainer.load.remote(small.folders[seed]), 90)))
@@ -550,7 +559,9 @@ def check_sleep(small: Small, trainer: Any) -> None:
 
 def check_ray_executor(small: Small, trainer: Any) -> None:
     version = small.up()
-    with CheckpointEngineManager([trainer], [small.actor], timeout_s=30) as manager:
+    with CheckpointEngineManager(
+        [trainer], [small.actor], weight_sync_mode=small.options.mode, timeout_s=30
+    ) as manager:
         answers = []
         for seed in (1, 0, 1):
             get(small.actor.expect.remote(get(trainer.load.remote(small.folders[seed]), 90)))
@@ -599,6 +610,7 @@ def refusal(small: Small) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--mode", default="auto", help="weight_sync_mode: auto reads over NVLink, nccl does not")
     parser.add_argument("--scale", type=int, default=1, help="divides widths; 1: full size")
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
     options = parser.parse_args()

@@ -90,7 +90,7 @@ class Pair:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.mode = "nccl" if options.device == "cuda" else "gloo"
+        self.mode = options.mode
         self.members: dict[str, Any] = {}
         self.first: dict[str, dict[str, int]] = {}
         self.rollouts = 0
@@ -110,7 +110,9 @@ class Pair:
             ray.kill(actor)
         self.rollouts = 0
         trainer, rollout = [self.make(who) for who in WHO]
-        self.manager = CheckpointEngineManager([trainer], [rollout], timeout_s=60.0, bucket_size=1024)
+        self.manager = CheckpointEngineManager(
+            [trainer], [rollout], weight_sync_mode=self.mode, timeout_s=60.0, bucket_size=1024
+        )
         self.sync()  # its time-out has room for the start of both
         self.first.clear()
         self.anew()
@@ -233,7 +235,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=PARTS, choices=PARTS)
     parser.add_argument("--limit", type=float, default=230.0, help="seconds for all; what finds no time left fails")
     parser.add_argument("--slack", type=float, help="seconds allowed beyond each limit; 0, on a CPU 2")
+    parser.add_argument("--mode", help="weight_sync_mode (default: nccl, on a CPU gloo); ipc reads over NVLink")
     options = parser.parse_args()
+    if options.mode is None:
+        options.mode = "nccl" if options.device == "cuda" else "gloo"
     if options.slack is None:
         options.slack = 0.0 if options.device == "cuda" else 2.0
     os.environ["TWINKLE_TEST_DEVICE"] = options.device  # for the actors, see tests/actors.py

@@ -99,7 +99,10 @@ def part_payload(options: argparse.Namespace) -> None:
 def part_module(options: argparse.Namespace) -> None:
     shapes = shapes_of(config_of("7b", options.scale))
     trainer, rollout = (make(kind, options, shapes, options.device) for kind in (TrainerBase, RolloutBase))
-    with killed(trainer, rollout), CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
+    with (
+        killed(trainer, rollout),
+        CheckpointEngineManager([trainer], [rollout], weight_sync_mode=options.mode, timeout_s=60) as manager,
+    ):
         get([trainer.ping.remote(), rollout.ping.remote()], 90)
         before = get([trainer.memory.remote(), rollout.memory.remote()])
         times: list[float] = []
@@ -175,7 +178,7 @@ def part_deaths(options: argparse.Namespace) -> None:
     shapes = shapes_of(config_of("7b", options.scale))
     trainer, rollout = (make(kind, options, shapes, options.device) for kind in (TrainerBase, RolloutBase))
     with killed(trainer):
-        manager = CheckpointEngineManager([trainer], [rollout], timeout_s=30)
+        manager = CheckpointEngineManager([trainer], [rollout], weight_sync_mode=options.mode, timeout_s=30)
         manager.sync_weights()
         when: list[float] = []
 
@@ -201,7 +204,7 @@ def part_deaths(options: argparse.Namespace) -> None:
         fresh = make(RolloutBase, options, shapes, options.device)
         with killed(fresh):
             get(fresh.ping.remote(), 90)
-            again = CheckpointEngineManager([trainer], [fresh], timeout_s=30)
+            again = CheckpointEngineManager([trainer], [fresh], weight_sync_mode=options.mode, timeout_s=30)
             start = time.monotonic()
             again.sync_weights()
             assert get(trainer.sums.remote()) == get(fresh.sums.remote())
@@ -219,7 +222,9 @@ def part_vllm(options: argparse.Namespace) -> None:
             more = {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": None} if options.device == "cuda" else {}
             with killed(trainer, rollout):
                 get([trainer.ping.remote(), rollout.start.remote(folder, load_format="dummy", **more)], 200)
-                with CheckpointEngineManager([trainer], [rollout], timeout_s=60) as manager:
+                with CheckpointEngineManager(
+                    [trainer], [rollout], weight_sync_mode=options.mode, timeout_s=60
+                ) as manager:
                     before = get(rollout.generate.remote())
                     reports = [manager.sync_weights() for _ in range(11)]
                     after = get(rollout.generate.remote())
@@ -247,6 +252,7 @@ def part_vllm(options: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--mode", default="auto", help="weight_sync_mode: auto reads over NVLink, nccl does not")
     parser.add_argument("--scale", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=["payload", "module", "deaths", "vllm"])
     options = parser.parse_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import ray
 import torch
 
-from tests.actors import Probed, Rollout, RolloutBase, Trainer, at_launch, die, no_power
+from tests.actors import Probed, Rollout, RolloutBase, Trainer, TrainerBase, at_launch, die, no_power
 from tests.ray.test_sharded import ShardedTrainer, Uneven
 from twinkle_ray import CheckpointEngineManager, ConfigError, PeerLost, SyncError, SyncTimeout
-from twinkle_ray.types import Contents
+from twinkle_ray.types import Contents, RolloutStatus
 
 
 def get(ref: Any) -> Any:
@@ -71,6 +72,45 @@ def mapped(actor: Probed) -> set[int]:
 
 def addresses(actor: Probed) -> dict[str, tuple[int, int]]:
     return {name: (id(value), value.data_ptr()) for name, value in actor.model.state_dict(keep_vars=True).items()}
+
+
+# --- who reads ---------------------------------------------------------------------------------------------------
+
+
+class LinkedTrainer(TrainerBase):
+    """Says that it is on a GPU, whose memory others can open; all else is as it is."""
+
+    def checkpoint_status(self, merge: bool = True) -> Any:
+        return replace(super().checkpoint_status(merge), device=("cuda", "GPU-0"), shareable=True)
+
+
+class LinkedRollout(RolloutBase):
+    """Says that it is on another GPU, which is joined to the trainer's."""
+
+    def start_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        return self._moved(super().start_checkpoint(*args, **kwargs))
+
+    def poll_checkpoint(self, *args: Any) -> Any:
+        return self._moved(super().poll_checkpoint(*args))
+
+    def _moved(self, status: Any) -> Any:
+        held = status.result
+        if isinstance(held, RolloutStatus):
+            held = replace(held, devices=(("cuda", "GPU-1"),), links=(("GPU-0", "GPU-2"),))
+        return replace(status, result=held)
+
+
+def test_a_lone_rollout_on_a_linked_gpu_reads_the_trainers_memory(actors: Any) -> None:
+    trainer, rollout = (ray.remote(num_cpus=0)(kind).remote() for kind in (LinkedTrainer, LinkedRollout))
+    with CheckpointEngineManager([trainer], [rollout], timeout_s=60.0) as manager:
+        for seed in range(2):
+            get(trainer.step.remote(seed))
+            report = manager.sync_weights()
+            assert report.mode == "ipc"
+            same(trainer, [rollout])
+        assert get(trainer.call.remote(counts))["shared"] > 0
+    for actor in (trainer, rollout):
+        ray.kill(actor)
 
 
 # --- bytes -------------------------------------------------------------------------------------------------------

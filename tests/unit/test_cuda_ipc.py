@@ -16,7 +16,7 @@ from twinkle_ray.backends import memory as memories
 from twinkle_ray.backends.ipc import IpcGroup, _Peer
 from twinkle_ray.backends.link import Link
 from twinkle_ray.backends.memory import CudaMemory
-from twinkle_ray.errors import BackendUnavailable
+from twinkle_ray.errors import BackendUnavailable, SyncError
 from twinkle_ray.types import Deadline
 
 CPU = torch.device("cpu")
@@ -252,6 +252,63 @@ def test_chunks_do_not_wait_for_the_device_one_after_the_other(pair: Pair) -> No
     device = pair.runtimes[0] = pair.groups[0]._memory._runtime = SlowDevice()
     assert equal(pair.sync(*chunks), *chunks)
     assert device.asked <= device.lag + 4 * len(chunks)
+
+
+class Library:
+    """CUDA's, as ctypes gives it, with the call that copies many pieces at once in one of its two forms, or without."""
+
+    def __init__(self, form: str) -> None:
+        self.calls: list[int] = []
+        self.code = 0
+        setattr(self, form, self._copy)
+
+    @staticmethod
+    def cuPointerGetAttribute(*args: Any) -> int:
+        return 0
+
+    @staticmethod
+    def cuCtxGetCurrent(context: Any) -> int:
+        return 0
+
+    @staticmethod
+    def cuGetErrorName(code: Any, text: Any) -> int:
+        return 0
+
+    def _copy(self, into: Any, of: Any, sizes: Any, count: Any, how: Any, first: Any, hows: Any, *rest: Any) -> int:
+        assert (first._obj.value, hows.value, how._obj.order) == (0, 1, 1)
+        self.calls.append(rest[-1].value)
+        assert len(rest) == (1 if hasattr(self, "cuMemcpyBatchAsync_v2") else 2)
+        for n in range(count.value):
+            ctypes.memmove(into[n], of[n], sizes[n])
+        return self.code
+
+
+def _driver(monkeypatch: pytest.MonkeyPatch, form: str) -> tuple[Any, Library]:
+    library = Library(form)
+    monkeypatch.setattr(memories.ctypes, "CDLL", lambda name: library)
+    return memories.CudaDriver(), library
+
+
+@pytest.mark.parametrize("form", ["cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync"])
+def test_many_pieces_are_copied_by_one_call(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    driver, library = _driver(monkeypatch, form)
+    source, target = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    spans = [(0, 10), (17, 1), (40, 60)]
+    into, of = [[t.data_ptr() + at for at, _ in spans] for t in (target, source)]
+    assert driver.copy_many(into, of, [n for _, n in spans], 77)
+    assert library.calls == [77]
+    for at, n in spans:
+        assert torch.equal(target[at : at + n], source[at : at + n])
+    assert target.count_nonzero() == sum(n for _, n in spans) - 1
+    library.code = 700
+    with pytest.raises(SyncError, match=f"{form} failed with 700"):
+        driver.copy_many(into, of, [n for _, n in spans], 77)
+
+
+def test_an_older_driver_says_that_it_has_no_such_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, library = _driver(monkeypatch, "cuSomethingElse")
+    assert not driver.copy_many([1], [2], [3], 4)
+    assert library.calls == []
 
 
 def test_devices_without_a_way_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -393,6 +393,40 @@ def test_a_killed_member_releases_the_others_and_leaves_nothing_behind(killed: i
     assert left_behind(people) == []
 
 
+def outliving(seat: Seat) -> Any:
+    """What is held of the sender's memory when the group has failed, and nobody has called anything since."""
+    group = joined(seat)
+    mine = [torch.full((1 << 18,), 1.0 - seat.rank) for _ in range(3)]
+    if seat.rank == 0:
+        group.host(mine)
+    for _ in range(2):
+        group.rally()
+        group.broadcast_many(mine)
+        group.synchronize(Deadline.after(10))
+    theirs = objects(list(group._opened.values()))
+    seat.say("there")
+    if seat.rank == 0 and seat.hear() == "fail":
+        group.abort("it has had enough")
+    if seat.rank == 0:
+        time.sleep(60)
+    assert len(theirs) == 3
+    until = time.monotonic() + 10
+    while theirs & mapped() and time.monotonic() < until:
+        time.sleep(0.02)
+    return len(theirs & mapped()), len(group._opened), mine[0].sum().item(), type(group.failure).__name__
+
+
+@pytest.mark.parametrize(("end", "failure"), [("killed", "PeerLost"), ("fail", "SyncAborted")])
+def test_the_memory_of_a_sender_that_failed_or_died_is_closed_at_once(end: str, failure: str) -> None:
+    with members(outliving, 2) as people:
+        introduce(people)
+        assert [member.hear() for member in people] == ["there"] * 2
+        people[0].say(end)
+        if end == "killed":
+            people[0].kill()
+        assert results(people[1:]) == [(0, 0, float(1 << 18), failure)]
+
+
 def test_an_abort_releases_a_member_that_waits() -> None:
     with members(victim, 2, "") as people:
         introduce(people)

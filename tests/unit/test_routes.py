@@ -51,6 +51,35 @@ def test_by_the_devices() -> None:
     assert decide([cpu()], [gpu(0)], colocated=True)[0] == "gloo"  # offloaded
 
 
+def linked(number: int, *others: int, node: str = "a") -> Spot:
+    """A GPU that reads these others' memory."""
+    return Spot(kind="cuda", device=f"GPU-{number}", node=node, links=frozenset(f"GPU-{one}" for one in others))
+
+
+def giver(number: int, node: str = "a") -> Spot:
+    """A trainer whose memory others can open."""
+    return Spot(kind="cuda", device=f"GPU-{number}", node=node, shareable=True)
+
+
+def test_a_lone_worker_on_a_linked_gpu_reads_the_lone_trainers_memory() -> None:
+    assert decide([giver(0)], [linked(1, 0, 2)]) == ("ipc", [("ipc", 0, ((0, 0),))])
+    assert decide([giver(0)], [giver(0)], [linked(1, 0)]) == ("ipc", [("ipc", 0, ((0, 0), (1, 0)))])
+    assert decide([giver(0)], [linked(1, 0)], mode="nccl")[0] == "nccl"
+    assert decide([gpu(0)], [linked(1, 0)])[0] == "nccl"  # expandable segments
+    assert decide([giver(0)], [linked(1, 2)])[0] == "nccl"  # by another GPU only
+    assert decide([giver(0)], [linked(1, 0, node="b")])[0] == "nccl"  # equal names on two machines
+    # A broadcast goes on from one to the next; readers share what one GPU can give.
+    assert decide([giver(0)], [linked(1, 0)], [linked(2, 0)])[0] == "nccl"
+    assert decide([giver(0)], [linked(1, 0), linked(2, 0)])[0] == "nccl"
+    assert decide([giver(0), giver(1)], [linked(2, 0, 1)])[0] == "nccl"
+    # Unless that is asked for.
+    assert decide([giver(0)], [linked(2, 0)], [linked(1, 0)], mode="ipc") == ("ipc", [("ipc", 0, ((0, 0), (1, 0)))])
+    assert decide([giver(0)], [linked(1, 0)], [gpu(2)], mode="ipc") == (
+        "nccl+ipc",
+        [("nccl", 0, ((1, 0),)), ("ipc", 0, ((0, 0),))],
+    )
+
+
 def test_cpus_are_one_device_if_that_is_wanted() -> None:
     assert decide([cpu()], [cpu()])[0] == "gloo"
     assert decide([cpu()], [cpu()], colocated=True)[0] == "ipc"
@@ -74,7 +103,13 @@ def test_cpus_are_one_device_if_that_is_wanted() -> None:
             r"worker 1 of rollout\[1\] is on cuda GPU-1, which",
         ),
         ([cpu()], [[cpu("b")]], {"colocated": True}, "on cpu of another node, which no trainer holds"),
-        ([gpu(0)], [[gpu(1)]], {"mode": "ipc"}, "that share devices, but none of these do; use 'auto'"),
+        (
+            [gpu(0)],
+            [[gpu(1)]],
+            {"mode": "ipc"},
+            "are joined by NVLink, but none of these do; use 'auto'",
+        ),
+        ([gpu(0)], [[linked(1, 0)]], {"mode": "ipc"}, r"memory cannot be shared \(PYTORCH_CUDA_ALLOC_CONF=expandable"),
         ([npu(0)], [[npu(0)]], {"mode": "ipc"}, "NPU IPC is not supported"),
         ([gpu(0)], [[gpu(0)]], {"mode": "nccl"}, "use 'auto', which takes CUDA IPC there, or 'gloo'"),
     ],

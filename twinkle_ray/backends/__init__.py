@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Iterable
 from typing import Any, cast
 
 import ray
@@ -36,10 +37,12 @@ __all__ = [
     "generation",
     "group_class",
     "identity",
+    "linked",
     "neighbourhood",
     "ray_resources",
     "register",
     "require",
+    "shareable",
     "unique_group_name",
 ]
 
@@ -96,6 +99,20 @@ def identity(device: torch.device) -> str:
     """Names one physical device of the cluster: equal for two processes that share it, ``""`` for a CPU."""
     name = _BY_DEVICE.get(device.type)
     return (SyncGroup if name is None else group_class(name)).identity(device)
+
+
+def linked(device: torch.device) -> tuple[str, ...]:
+    """Other devices of this machine whose memory this one reads at a rate that is not less than a group's, by their
+    :func:`identity`."""
+    name = _BY_DEVICE.get(device.type)
+    return () if name is None else group_class(name).linked(device)
+
+
+def shareable(device: torch.device, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether processes that use other devices can open the memory in which these tensors lie, and such as comes to be
+    on this device."""
+    name = _BY_DEVICE.get(device.type)
+    return name is not None and group_class(name).shareable(device, tensors)
 
 
 @functools.cache

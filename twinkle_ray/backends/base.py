@@ -120,6 +120,16 @@ class SyncGroup(BaseGroup):
         return str(getattr(module.get_device_properties(index), "uuid", index))
 
     @classmethod
+    def linked(cls, device: torch.device) -> tuple[str, ...]:
+        """See :func:`twinkle_ray.backends.linked`."""
+        return ()
+
+    @classmethod
+    def shareable(cls, device: torch.device, tensors: Iterable[torch.Tensor]) -> bool:
+        """See :func:`twinkle_ray.backends.shareable`."""
+        return False
+
+    @classmethod
     def wait_for(cls, device: torch.device) -> None:
         """See :func:`twinkle_ray.backends.wait_for`."""
         if device.type != "cpu":

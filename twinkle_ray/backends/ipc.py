@@ -1,7 +1,8 @@
-"""Groups on one device: one sender and its neighbours, who read its memory themselves.
+"""Groups on one device, or on linked ones: one sender and its neighbours, who read its memory themselves.
 
-NCCL refuses two ranks on one device, and through host memory the bytes would be copied three times more. So nothing is
-sent here but where the bytes are: the sender names the block of memory in which each view lies (see
+NCCL refuses two ranks on one device, and through host memory the bytes would be copied three times more; between two
+devices it moves them by kernels, a little slower than the copy engines do. So nothing is sent here but where the bytes
+are: the sender names the block of memory in which each view lies (see
 :mod:`twinkle_ray.backends.memory`), and a receiver, which has opened that block once, copies from there straight to
 where its own view is. That is one copy of each byte. At the next sync of the same a message says "as last time".
 
@@ -200,8 +201,11 @@ class IpcGroup(BroadcastGroup):
     def _ask(self, views: list[torch.Tensor] | None) -> None:
         self._last += 1
         op = _Op(self._last, views)
-        if views is not None and self._rank == 0 and self._memory is not None:
-            op.mark = self._memory.mark()  # now: when its turn comes it may have passed
+        if self._rank == 0 and self._memory is not None:
+            if views is not None:
+                op.mark = self._memory.mark()  # now: when its turn comes it may have passed
+            else:  # while the others come to the barrier
+                self._drop_dead(self._memory)
         self._queue.append(op)
         if views is None and self._rank:
             self._peers[0].link.post({"here": self._last, **({"anew": True} if self._anew else {})})
@@ -277,7 +281,7 @@ class IpcGroup(BroadcastGroup):
                     failure = self._fail_locally(error)
                 self._exit()
         finally:
-            if self._destroyed:  # by another thread, which did not wait for this one
+            if self._destroyed or self._failed.is_set():  # by another thread, which did not wait for this one
                 self._clean(0.0)
         raise failure
 
@@ -336,7 +340,6 @@ class IpcGroup(BroadcastGroup):
                 self._blocks.clear()
                 self._places.clear()
                 self._anew = False
-            self._drop_dead(memory)
             self._tell({"go": op.number})
             self._position = 0
             return True
@@ -544,6 +547,8 @@ class IpcGroup(BroadcastGroup):
             peers = list(self._peers.values())
         for peer in peers:
             peer.link.sever()
+        if self._failed.is_set():  # the sender's memory, also a dead one's, is free only when all have closed it
+            self._clean(0.0)
 
     def _release(self) -> None:
         self._sever()

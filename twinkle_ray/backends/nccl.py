@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -27,6 +27,8 @@ from ray.util.collective import types as ray_types
 from torch._C._distributed_c10d import Store
 
 from twinkle_ray.backends.bounded import bounded
+from twinkle_ray.backends.memory import cuda_exportable
+from twinkle_ray.backends.nvml import linked
 from twinkle_ray.backends.streams import SLEEP_MAX_S, Kind, StreamGroup, published
 from twinkle_ray.errors import ConfigError, SyncTimeout
 from twinkle_ray.types import Deadline, Rendezvous
@@ -90,6 +92,14 @@ class NcclGroup(StreamGroup):
         except Exception as error:
             return f"cupy.cuda.nccl does not import ({error}); {hint}"
         return None if nccl.available else f"cupy found no NCCL library; {hint}"
+
+    @classmethod
+    def linked(cls, device: torch.device) -> tuple[str, ...]:
+        return linked(cls.identity(device))
+
+    @classmethod
+    def shareable(cls, device: torch.device, tensors: Iterable[torch.Tensor]) -> bool:
+        return cuda_exportable(device, tensors)
 
     def _build(self, store: Store, rendezvous: Rendezvous, deadline: Deadline) -> None:
         nccl = self._nccl = _import_nccl()
