@@ -300,6 +300,8 @@ def test_many_pieces_are_copied_by_one_call(monkeypatch: pytest.MonkeyPatch, for
     for at, n in spans:
         assert torch.equal(target[at : at + n], source[at : at + n])
     assert target.count_nonzero() == sum(n for _, n in spans) - 1
+    assert driver.copy_many([], [], [], 77)
+    assert library.calls == [77]
     library.code = 700
     with pytest.raises(SyncError, match=f"{form} failed with 700"):
         driver.copy_many(into, of, [n for _, n in spans], 77)
