@@ -235,7 +235,7 @@ def measure(
             nbytes = reports[-1].nbytes
             blocks = ray.get(rollouts[0].blocks.remote(), timeout=_CALL_S)
             compared = manager.verify().compared if options.verify else None
-        wire = BY_DEVICE[options.device] if reports[-1].mode == IPC else reports[-1].mode
+        wire = BY_DEVICE[options.device] if IPC in reports[-1].mode else reports[-1].mode
         with CheckpointEngineManager([trainer], rollouts, weight_sync_mode=wire, timeout_s=_CALL_S) as manager:
             manager.sync_weights(not options.rank)
             raws = [one.raw.remote(nbytes, options.rounds) for one in (trainer, *rollouts)]

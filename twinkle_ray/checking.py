@@ -18,7 +18,8 @@ class CheckReport:
     """What a dry run has found.
 
     Attributes:
-        mode: the transport that a sync would use: ``gloo``, ``nccl`` or ``hccl``; ``""`` if that could not be told.
+        mode: the transport that a sync would use: ``gloo``, ``nccl``, ``hccl`` or ``ipc``, or two of them such as
+            ``nccl+ipc``; ``""`` if that could not be told.
         tensors, nbytes: of the base that would be sent.
         warnings: one sentence for each thing that works, but not well.
         members: per actor what it says of itself: ``versions`` of packages, ``device``, ``free_nbytes``.

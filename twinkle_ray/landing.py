@@ -7,8 +7,8 @@ knows to which live memory regions of it are to be copied, into a slot that it s
 (or if it spreads over chunks) into memory of its own, which the sink then loads.
 
 In a scratch buffer the segments of one chunk lie side by side, since they are on their way at the same time and a
-transport may pass on to the next rank what it finds in the buffer. The next chunk uses the same memory again: launches
-follow one another on the wire.
+transport may pass on to the next rank what it finds in the buffer. The next chunk uses the same memory again: a
+transport that passes on has its launches follow one another.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from twinkle_ray.plan import DEFAULT_BUCKET_SIZE
 from twinkle_ray.replica import BACKENDS, Replica, Trainer, actor_key, find, has_method, replicas_of, trainers_of
 from twinkle_ray.residency import require_tags
 from twinkle_ray.rounds import Call, Op, Round
-from twinkle_ray.routes import IPC, Routes, Spot, routes
+from twinkle_ray.routes import Routes, Spot, routes
 from twinkle_ray.sending import Sending, Wanted, decide, disagreements, idle_lora, require_lora
 from twinkle_ray.sleepers import Asleep, Sleepers
 from twinkle_ray.topology import Topology
@@ -616,15 +616,16 @@ class CheckpointEngineManager:
             self._call_trainers("reload_to_gpu", Deadline.after(self.timeout_s))
 
     def _call_trainers(self, method: str, deadline: Deadline) -> None:
-        if self._naive:
-            getattr(self._train_group, method)()
-            return
-        if method == "offload_to_cpu" and self._group is not None and IPC in self._group.routes.mode.split("+"):
+        if method == "offload_to_cpu":
             # A device keeps memory that was freed as long as another process has it open. Who is dead has nothing open.
-            ops: dict[str, Call | Op] = {r.name: Op(handle=r.handle, op="let_go", request={}) for r in self._replicas}
+            able = [r for r in self._replicas if r.has_mixin]
+            ops: dict[str, Call | Op] = {r.name: Op(handle=r.handle, op="let_go", request={}) for r in able}
             soon = Deadline.after(min(_RELEASE_S, deadline.remaining()))
             for error in self._round("offload", soon).run_all(ops)[1].values():
                 self._watch.log.warning("a rollout did not close the trainers' memory before they offload: %s", error)
+        if self._naive:
+            getattr(self._train_group, method)()
+            return
         TrainGroup(lambda: self.train_actors, timeout_s=deadline.remaining()).call(method)
 
     def _make_ready(self, in_flight: str, deadline: Deadline, dropped: list[str]) -> None:

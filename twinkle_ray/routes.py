@@ -124,7 +124,10 @@ def routes(mode: str, trainers: Sequence[Spot], replicas: Mapping[str, Sequence[
         if "npu" in kinds:
             why = "NPU IPC is not supported (it was never run)"
         elif any(spot.node == first.node and first.device in spot.links for _, spot in far):
-            why = "trainer[0]'s memory cannot be shared (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False mends that)"
+            why = (
+                "trainer[0]'s memory cannot be read: its model is sharded, NCCL_P2P_DISABLE is set there, or torch has "
+                "it in expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False mends that)"
+            )
         raise ConfigError(
             "weight_sync_mode='ipc' needs trainers and rollouts that share devices, or whose GPUs are joined by "
             f"NVLink, but {why}; use 'auto', which takes the wire then"

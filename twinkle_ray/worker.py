@@ -409,7 +409,7 @@ def _kept(kept: OrderedDict[str, Manifest], digest: str | None) -> Manifest | No
 def device_facts(device: Any) -> dict[str, Any]:
     """``device_type`` and ``device_id``: equal ids mean one physical device (``""`` for a CPU); ``node``: see
     :func:`~twinkle_ray.backends.neighbourhood`."""
-    return {"device_type": device.type, "device_id": identity(device), "node": neighbourhood()}
+    return {"device_type": device.type, "device_id": identity(device), "node": neighbourhood(device.type)}
 
 
 def pack_status(status: OpStatus) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def test_what_trainers_are_about_to_free_is_open_nowhere(actors: Any) -> None:
 def elsewhere(actor: Any) -> None:
     import twinkle_ray.worker
 
-    twinkle_ray.worker.neighbourhood = lambda: "another machine"  # type: ignore[assignment]
+    twinkle_ray.worker.neighbourhood = lambda kind: "another machine"  # type: ignore[assignment]
 
 
 def test_some_rollouts_share_the_device_and_some_do_not(actors: Any) -> None:

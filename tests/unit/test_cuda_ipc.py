@@ -83,6 +83,7 @@ class Runtime:
         self.polls = polls
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.joins = self.drains = 0
+        self.ends = True
 
     def tensor(self, address: int, nbytes: int, free: Callable[[], None] | None) -> torch.Tensor:
         made = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
@@ -110,8 +111,9 @@ class Runtime:
     def join(self) -> None:
         self.joins += 1
 
-    def drain(self) -> None:
+    def drain(self, seconds: float) -> bool:
         self.drains += 1
+        return self.ends
 
 
 class Pair:
@@ -311,6 +313,162 @@ def test_an_older_driver_says_that_it_has_no_such_call(monkeypatch: pytest.Monke
     driver, library = _driver(monkeypatch, "cuSomethingElse")
     assert not driver.copy_many([1], [2], [3], 4)
     assert library.calls == []
+
+
+def test_more_pieces_than_one_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, library = _driver(monkeypatch, "cuMemcpyBatchAsync_v2")
+    source, target = torch.arange(600, dtype=torch.int16), torch.zeros(600, dtype=torch.int16)
+    into, of = [[t.data_ptr() + 2 * n for n in range(600)] for t in (target, source)]
+    assert driver.copy_many(into, of, [2] * 600, 5)
+    assert torch.equal(source, target)
+    assert library.calls == [5] * 3
+
+
+class Stream:
+    """Of a device that does nothing before it is told to."""
+
+    def __init__(self, *_: Any) -> None:
+        self.cuda_stream = id(self)
+        self.work: list[Callable[[], None]] = []
+        self.done = 0
+
+    def wait_stream(self, other: Stream) -> None:
+        upto = len(other.work)
+        self.work.append(lambda: other.run(upto))
+
+    def run(self, upto: int | None = None) -> None:
+        while self.done < (len(self.work) if upto is None else upto):
+            self.done += 1
+            self.work[self.done - 1]()
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        self.stream, self.at = stream, len(stream.work)
+
+    def query(self) -> bool:
+        return self.stream.done >= self.at
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A runtime over such streams, the current one of which is ``runtime.current``."""
+    current, made = Stream(), []
+
+    class Cuda:
+        def __getattr__(self, name: str) -> Any:
+            return {"Stream": stream, "Event": Event, "current_stream": lambda device: current}[name]
+
+    def stream(device: Any) -> Stream:
+        made.append(Stream())
+        return made[-1]
+
+    class Launching:
+        """A driver whose copies are done when their stream comes to them."""
+
+        def copy_many(self, into: Any, of: Any, sizes: Any, number: int) -> bool:
+            mine = next(one for one in made if one.cuda_stream == number)
+
+            def copy() -> None:
+                for target, source, nbytes in zip(into, of, sizes, strict=True):
+                    ctypes.memmove(target, source, nbytes)
+
+            mine.work.append(copy)
+            return True
+
+    monkeypatch.setattr(memories.torch, "cuda", Cuda())
+    found: Any = memories._Runtime(CPU, Launching())
+    found.current = current
+    return found
+
+
+def test_a_mark_stands_for_its_own_copies_on_whichever_stream(runtime: Any) -> None:
+    sources = [torch.full((8,), n, dtype=torch.uint8) for n in range(1, 5)]
+    targets = [torch.zeros(8, dtype=torch.uint8) for _ in sources]
+    marks = []
+    for target, source in zip(targets, sources, strict=True):
+        runtime.copy([target], [source])
+        marks.append(runtime.mark())
+    assert [len(stream.work) for stream in runtime._streams] == [4, 4]
+    assert not any(map(runtime.passed, marks))
+    runtime._streams[1].run()
+    assert [runtime.passed(mark) for mark in marks] == [False, True, False, True]
+    assert [bool(target[0]) for target in targets] == [False, True, False, True]
+    assert not runtime.drain(0.01)
+    runtime._streams[0].run()
+    assert all(map(runtime.passed, marks))
+    assert all(map(torch.equal, targets, sources))
+    assert runtime.drain(0.01)
+
+
+def test_copies_wait_for_what_made_their_bytes_and_what_follows_waits_for_them(runtime: Any) -> None:
+    source, target, read = (torch.zeros(4, dtype=torch.uint8) for _ in range(3))
+    runtime.current.work.append(lambda: source.fill_(7))
+    runtime.copy([target], [source])
+    runtime.mark()
+    runtime.join()
+    runtime.current.work.append(lambda: read.copy_(target))
+    for stream in runtime._streams:
+        stream.run()
+    assert target.tolist() == [7] * 4
+    runtime.current.run()
+    assert read.tolist() == [7] * 4
+    runtime.current.work.append(lambda: source.fill_(9))
+    mark = runtime.mark()  # with no copy: of what is on the caller's own stream
+    assert not runtime.passed(mark)
+    runtime.current.run()
+    assert runtime.passed(mark)
+
+
+def test_an_operation_joins_every_stream_at_its_end(runtime: Any) -> None:
+    source, target, read, first = torch.ones(4), torch.zeros(4), torch.zeros(4), torch.zeros(4)
+    runtime.copy([first], [source])
+    runtime.copy([target], [source])  # on the second one
+    runtime.join()
+    runtime.current.work.append(lambda: read.copy_(target))
+    runtime.current.run()
+    assert torch.equal(read, source)
+
+
+def test_what_cannot_be_closed_stays_open_and_nothing_is_raised(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    segment, other = pair.segment(256), pair.segment(256)
+    pair.sync([segment[:64], other[:64]])
+    close, closed = pair.driver.close, []
+
+    def failing(address: int) -> None:
+        closed.append(address)
+        if len(closed) == 1:
+            raise SyncError("cuIpcCloseMemHandle failed with CUDA_ERROR_X", phase="transfer")
+        close(address)
+
+    pair.driver.close = failing  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        pair.groups[1].let_go()
+    assert sorted(closed) == sorted([segment.data_ptr(), other.data_ptr()])
+    assert caplog.text.count("cannot be closed: cuIpcCloseMemHandle failed with CUDA_ERROR_X") == 1
+    pair.driver.closed.append(closed[0])  # for the fixture
+
+
+def test_memory_that_is_being_copied_is_not_closed(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    segment = pair.segment(256)
+    pair.sync([segment[:64]])
+    pair.runtimes[1].ends = False  # a stuck device
+    with caplog.at_level(logging.WARNING):
+        pair.groups[1].let_go()
+    assert pair.driver.closed == []
+    assert "stays open here: copies out of it do not end" in caplog.text
+    pair.driver.closed.append(segment.data_ptr())  # for the fixture
+
+
+def test_a_tensor_over_foreign_memory_that_torch_has_copied_is_refused(runtime: Any) -> None:
+    memory = (ctypes.c_uint8 * 64)()
+    monkey = memories.torch.as_tensor
+    try:
+        memories.torch.as_tensor = lambda thing, device: torch.zeros(64, dtype=torch.uint8)
+        with pytest.raises(BackendUnavailable, match="copies another GPU's memory instead of reading it; use "):
+            runtime.tensor(ctypes.addressof(memory), 64, None)
+    finally:
+        memories.torch.as_tensor = monkey
 
 
 def test_devices_without_a_way_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

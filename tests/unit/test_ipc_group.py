@@ -16,8 +16,17 @@ import pytest
 import torch
 
 from tests.unit.members import Member, Seat, footprint, introduce, members, no_more, results
+from twinkle_ray.backends import ipc
 from twinkle_ray.backends import memory as memories
-from twinkle_ray.errors import ConfigError, ManifestMismatch, PeerLost, SyncAborted, SyncError, SyncTimeout
+from twinkle_ray.errors import (
+    BackendUnavailable,
+    ConfigError,
+    ManifestMismatch,
+    PeerLost,
+    SyncAborted,
+    SyncError,
+    SyncTimeout,
+)
 from twinkle_ray.types import Deadline
 
 IPC = "TWINKLE_IPC"
@@ -405,9 +414,12 @@ def outliving(seat: Seat) -> Any:
         group.synchronize(Deadline.after(10))
     theirs = objects(list(group._opened.values()))
     seat.say("there")
-    if seat.rank == 0 and seat.hear() == "fail":
-        group.abort("it has had enough")
     if seat.rank == 0:
+        match seat.hear():
+            case "fail":
+                group.abort("it has had enough")
+            case "leave":
+                group.destroy_group()
         time.sleep(60)
     assert len(theirs) == 3
     until = time.monotonic() + 10
@@ -416,8 +428,8 @@ def outliving(seat: Seat) -> Any:
     return len(theirs & mapped()), len(group._opened), mine[0].sum().item(), type(group.failure).__name__
 
 
-@pytest.mark.parametrize(("end", "failure"), [("killed", "PeerLost"), ("fail", "SyncAborted")])
-def test_the_memory_of_a_sender_that_failed_or_died_is_closed_at_once(end: str, failure: str) -> None:
+@pytest.mark.parametrize(("end", "failure"), [("killed", "PeerLost"), ("fail", "SyncAborted"), ("leave", "PeerLost")])
+def test_the_memory_of_a_sender_that_is_no_more_is_closed_at_once(end: str, failure: str) -> None:
     with members(outliving, 2) as people:
         introduce(people)
         assert [member.hear() for member in people] == ["there"] * 2
@@ -425,6 +437,34 @@ def test_the_memory_of_a_sender_that_failed_or_died_is_closed_at_once(end: str, 
         if end == "killed":
             people[0].kill()
         assert results(people[1:]) == [(0, 0, float(1 << 18), failure)]
+
+
+class Sealed(memories.SharedMemory):
+    """Memory that another process cannot open, as CUDA's in a container of its own."""
+
+    def export(self, name: str) -> Any:
+        return memories.Export(64, handle="abc")
+
+    def open(self, export: Any) -> Any:
+        raise BackendUnavailable(f"handle {export.handle} cannot be opened here; use weight_sync_mode='nccl'")
+
+
+def refused(seat: Seat) -> Any:
+    ipc.memory_of = lambda device: Sealed()  # type: ignore[assignment]
+    try:
+        joined(seat)
+    except (BackendUnavailable, SyncAborted) as error:
+        return type(error).__name__, str(error)
+    return "it was made"
+
+
+def test_memory_that_cannot_be_opened_shows_when_the_group_is_made() -> None:
+    with members(refused, 2) as people:
+        introduce(people)
+        (first, why), second = results(people)
+    assert second == ("BackendUnavailable", "handle abc cannot be opened here; use weight_sync_mode='nccl'")
+    assert first == "SyncAborted"
+    assert "handle abc cannot be opened here" in why
 
 
 def test_an_abort_releases_a_member_that_waits() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
+import torch
 
 from twinkle_ray.backends import nvml
 
@@ -65,14 +67,40 @@ def test_what_cannot_be_told_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None
     assert nvml.linked("MIG-5") == ()  # a part of a GPU
     assert nvml.linked("00-abc") == ("11-abc", "22-abc")
     nvml.linked.cache_clear()
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert nvml.linked("00-abc") == ()
-    nvml.linked.cache_clear()
 
 
-def test_without_a_driver_there_are_no_links() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "off"),
+    [
+        ("NCCL_P2P_DISABLE", "1", True),
+        ("NCCL_P2P_DISABLE", "0", False),
+        ("NCCL_P2P_DISABLE", "", False),
+        ("NCCL_P2P_LEVEL", "LOC", True),
+        ("NCCL_P2P_LEVEL", "NVL", False),
+    ],
+)
+def test_what_keeps_nccl_from_it_keeps_us_from_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, off: bool
+) -> None:
+    from twinkle_ray.backends import nccl
+
+    monkeypatch.setattr(nccl.NcclGroup, "identity", lambda device: "00-abc")
+    monkeypatch.setattr(nccl, "linked", lambda device: ("11-abc",))
+    monkeypatch.setattr(nccl, "cuda_exportable", lambda device, tensors: True)
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.delenv("NCCL_P2P_LEVEL", raising=False)
+    device: Any = torch.device("cuda:0")
+    assert (nccl.NcclGroup.linked(device), nccl.NcclGroup.shareable(device, [])) == (("11-abc",), True)
+    monkeypatch.setenv(name, value)
+    assert nccl.NcclGroup.linked(device) == (() if off else ("11-abc",))
+    assert nccl.NcclGroup.shareable(device, []) is not off
+
+
+def test_without_a_driver_there_are_no_links(caplog: pytest.LogCaptureFixture) -> None:
     nvml.linked.cache_clear()
-    assert nvml.linked("00-abc") == ()  # by the real binding, which must be where it is looked for
+    with caplog.at_level(logging.DEBUG):
+        assert nvml.linked("00-abc") == ()
+    assert "cannot be told: NVML Shared Library Not Found" in caplog.text  # by the real binding
     nvml.linked.cache_clear()
 
 

@@ -109,7 +109,7 @@ def test_cpus_are_one_device_if_that_is_wanted() -> None:
             {"mode": "ipc"},
             "are joined by NVLink, but none of these do; use 'auto'",
         ),
-        ([gpu(0)], [[linked(1, 0)]], {"mode": "ipc"}, r"memory cannot be shared \(PYTORCH_CUDA_ALLOC_CONF=expandable"),
+        ([gpu(0)], [[linked(1, 0)]], {"mode": "ipc"}, "memory cannot be read: its model is sharded, NCCL_P2P_DISABLE"),
         ([npu(0)], [[npu(0)]], {"mode": "ipc"}, "NPU IPC is not supported"),
         ([gpu(0)], [[gpu(0)]], {"mode": "nccl"}, "use 'auto', which takes CUDA IPC there, or 'gloo'"),
     ],

@@ -116,12 +116,16 @@ def shareable(device: torch.device, tensors: Iterable[torch.Tensor]) -> bool:
 
 
 @functools.cache
-def neighbourhood() -> str:
-    """Names this machine, as far as processes can share memory and talk over Unix sockets: equal for two that can."""
+def neighbourhood(device_type: str) -> str:
+    """Names this machine, as far as processes can share memory of such a device and talk over Unix sockets: equal for
+    two that can. That of a CPU is handed over with a descriptor; drivers of other devices want more in common."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+        common = [os.stat("/proc/self/ns/net").st_ino]
+        if device_type != "cpu":
+            common += [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "ipc")]
+        return "/".join([boot, *map(str, common)])
     except OSError:
         return ""
 

@@ -187,6 +187,7 @@ class SyncGroup(BaseGroup):
             lifeline = Lifeline.listen(self._meeting.take_watch(), self._group_name, self._world_size, self._on_failure)
         else:
             lifeline = Lifeline.dial(rendezvous, self._rank, deadline, self._on_failure)
+        lifeline.on_departure = self._left
         with self._state:
             self._lifeline = lifeline
             abandoned = self._destroyed
@@ -304,6 +305,9 @@ class SyncGroup(BaseGroup):
     @abstractmethod
     def _release(self) -> None:
         """Free the communicator."""
+
+    def _left(self, rank: int) -> None:
+        """A rank has left in good order. Called from the lifeline's thread; must not wait."""
 
     def _on_failure(self, error: SyncError) -> None:
         self._fail(error, tell=False)

@@ -159,18 +159,26 @@ class IpcGroup(BroadcastGroup):
         self.hosts = device.type == "cpu"
 
     def _build(self, store: Store, rendezvous: Rendezvous, deadline: Deadline) -> None:
-        self._memory = memory_of(self._device)
+        self._memory = memory = memory_of(self._device)
         if self._rank:
+            # Where this process cannot open the sender's memory, that shows here and not amid a transfer.
+            trial = published(store, "ipc/trial", deadline).decode()
+            if trial:
+                memory.close([memory.open(Export(_ALIGNED, trial))])
             address = published(store, "ipc/address", deadline).decode()
             link = call(address, self._rank, deadline, self._raised)
             self._adopt({0: _Peer(link)})
             return
         host = Host()
         try:
+            slot = memory.slot(_ALIGNED)
+            where = memory.locate(slot)
+            store.set("ipc/trial", memory.export(where[0]).handle if where is not None else "")
             store.set("ipc/address", host.address)
             links = host.accept(range(1, self._world_size), deadline, self._raised)
         finally:
             host.close()
+        del slot  # all that have come have opened it
         self._adopt({rank: _Peer(link) for rank, link in links.items()})
 
     def _adopt(self, peers: dict[int, _Peer]) -> None:
@@ -183,8 +191,9 @@ class IpcGroup(BroadcastGroup):
     # --- what a sync uses --------------------------------------------------------------------------------------
 
     def host(self, tensors: Iterable[torch.Tensor]) -> None:
-        if self._memory is not None and self._rank == 0:
-            self.counts.hosted += self._memory.host(tensors)
+        memory = self._memory
+        if memory is not None and self._rank == 0:
+            self.counts.hosted += memory.host(tensors)
 
     def broadcast_many(self, views: Sequence[torch.Tensor], src: int = 0) -> None:
         if src:
@@ -234,7 +243,6 @@ class IpcGroup(BroadcastGroup):
         try:
             if self._rank and self._memory is not None and self._opened:
                 self._drop(self._memory, set(self._opened))
-                self._places.clear()
                 self._anew = True
         finally:
             self._using.release()
@@ -281,8 +289,8 @@ class IpcGroup(BroadcastGroup):
                     failure = self._fail_locally(error)
                 self._exit()
         finally:
-            if self._destroyed or self._failed.is_set():  # by another thread, which did not wait for this one
-                self._clean(0.0)
+            if self._destroyed or self._failed.is_set() or self._sender_left:
+                self._clean(0.0)  # another thread that wanted to did not wait for this one
         raise failure
 
     def _exit(self) -> None:
@@ -533,9 +541,7 @@ class IpcGroup(BroadcastGroup):
 
     def _drop(self, memory: Memory, numbers: set[int]) -> None:
         self._places = {at: place for at, place in self._places.items() if place.numbers.isdisjoint(numbers)}
-        for number in numbers:
-            if (block := self._opened.pop(number, None)) is not None:
-                memory.close(block)
+        memory.close([self._opened.pop(number) for number in numbers & self._opened.keys()])
 
     # --- end ---------------------------------------------------------------------------------------------------
 
@@ -547,8 +553,22 @@ class IpcGroup(BroadcastGroup):
             peers = list(self._peers.values())
         for peer in peers:
             peer.link.sever()
-        if self._failed.is_set():  # the sender's memory, also a dead one's, is free only when all have closed it
-            self._clean(0.0)
+        if self._failed.is_set():
+            self._close_soon()
+
+    @property
+    def _sender_left(self) -> bool:
+        return self._lifeline is not None and self._lifeline.departed == 0
+
+    def _left(self, rank: int) -> None:
+        if rank == 0:  # which does not leave before all have read what it has sent
+            self._close_soon()
+
+    def _close_soon(self) -> None:
+        """The sender's memory, also a dead one's, is free only when all have closed it. Whoever calls does not wait,
+        since the device may be stuck."""
+        if self._peers or self._opened:
+            threading.Thread(target=self._clean, args=(0.0,), name=f"twinkle-close-{self._rank}", daemon=True).start()
 
     def _release(self) -> None:
         self._sever()

@@ -47,12 +47,16 @@ class Lifeline(ABC):
 
     ``on_failure`` is called at most once, from the lifeline's own thread, and never after this member's own
     :meth:`abort` or :meth:`close`: with PeerLost (a process died, ``actors`` says which) or SyncAborted (one gave up).
+
+    Attributes:
+        on_departure: called from the same thread with each rank that has left in good order; may be set later.
     """
 
     def __init__(self, group: str, rank: int, on_failure: OnFailure) -> None:
         self._group = group
         self._rank = rank
         self._on_failure = on_failure
+        self.on_departure: Callable[[int], None] | None = None
         self._lock = threading.Lock()  # of the flags below and of sending
         self._settled = False  # a failure is known, or this end is closed: nothing is reported any more
         self._closed = False
@@ -119,6 +123,8 @@ class Lifeline(ABC):
     def _note_departure(self, rank: int) -> None:
         if self._departed is None:
             self._departed = rank
+        if self.on_departure is not None:
+            self.on_departure(rank)
 
     def _send(self, sock: socket.socket, line: bytes) -> None:
         with self._lock, contextlib.suppress(OSError):  # its end is gone; the reader finds out

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
-from twinkle_ray.errors import BackendUnavailable, SyncError, TwinkleRayError
+from twinkle_ray.errors import BackendUnavailable, SyncError
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,9 @@ class Memory(Protocol):
         """All of a block, 1-D of uint8, not to be written to. Takes over ``export.fd``."""
         ...
 
-    def close(self, block: torch.Tensor) -> None:
-        """Give up what was opened; no view of it may be used any more."""
+    def close(self, blocks: Sequence[torch.Tensor]) -> None:
+        """Give up what was opened; no view of it may be used any more. Bounded, and never raises: what cannot be closed
+        stays open."""
         ...
 
     # at both
@@ -232,8 +233,9 @@ class SharedMemory:
             raise SyncError(f"shared memory of {nbytes} bytes cannot be mapped: {os.strerror(code)}", phase="transfer")
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
-    def close(self, block: torch.Tensor) -> None:
-        self._libc.munmap(block.data_ptr(), block.nbytes)
+    def close(self, blocks: Sequence[torch.Tensor]) -> None:
+        for block in blocks:
+            self._libc.munmap(block.data_ptr(), block.nbytes)
 
     def copy(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
         for target, source in zip(into, of, strict=True):
@@ -338,7 +340,13 @@ def _alone_in_shm() -> Iterator[None]:
 
 LARGE = 1 << 20
 """Bytes from which a tensor is copied by a call of its own, which the driver does at the device's own rate; smaller
-ones go together through torch's batched kernel."""
+ones go together through torch's batched kernel. So with a driver that has no call for many copies."""
+
+_AT_ONCE = 256
+"""Copies in one call of the driver's. One of 339 was measured; of 50,000 others report that it crashes."""
+
+_DRAIN_S = 1.0
+_POLL_S = 50e-6
 
 _STREAMS = 2
 """Of copies, taken in turn, so that one chunk begins while the last tensor of the one before it ends. The 339 tensors
@@ -442,20 +450,23 @@ class CudaDriver:
     def copy_many(self, into: Sequence[int], of: Sequence[int], sizes: Sequence[int], stream: int) -> bool:
         """Launch copies between addresses, in any order among themselves but in the stream's order as a whole;
         ``False``: this driver has no call for that (before CUDA 12.8), and nothing was done."""
+        if not (hasattr(self._lib, "cuMemcpyBatchAsync_v2") or hasattr(self._lib, "cuMemcpyBatchAsync")):
+            return False
+        for first in range(0, len(sizes), _AT_ONCE):
+            part = slice(first, first + _AT_ONCE)
+            self._copy_many(into[part], of[part], sizes[part], stream)
+        return True
+
+    def _copy_many(self, into: Sequence[int], of: Sequence[int], sizes: Sequence[int], stream: int) -> None:
         count = len(sizes)
-        if not count:  # which the driver takes for a mistake
-            return True
         addresses, lengths = ctypes.c_uint64 * count, ctypes.c_size_t * count
         how, first = _How(order=self._IN_ORDER), ctypes.c_size_t(0)
         args: list[Any] = [addresses(*into), addresses(*of), lengths(*sizes), ctypes.c_size_t(count)]
         args += [ctypes.byref(how), ctypes.byref(first), ctypes.c_size_t(1)]
         if hasattr(self._lib, "cuMemcpyBatchAsync_v2"):  # CUDA 13
             self._do("cuMemcpyBatchAsync_v2", *args, ctypes.c_void_p(stream))
-        elif hasattr(self._lib, "cuMemcpyBatchAsync"):
-            self._do("cuMemcpyBatchAsync", *args, ctypes.byref(ctypes.c_size_t()), ctypes.c_void_p(stream))
         else:
-            return False
-        return True
+            self._do("cuMemcpyBatchAsync", *args, ctypes.byref(ctypes.c_size_t()), ctypes.c_void_p(stream))
 
     def _do(self, name: str, *args: Any) -> None:
         code = getattr(self._lib, name)(*args)
@@ -525,12 +536,26 @@ class CudaMemory:
         return 0
 
     def open(self, export: Export) -> torch.Tensor:
-        address = self._driver.open(bytes.fromhex(export.handle))
+        try:
+            address = self._driver.open(bytes.fromhex(export.handle))
+        except SyncError as error:
+            raise BackendUnavailable(
+                f"this process cannot open the trainer's GPU memory ({error}), as in a container that shares no PID or "
+                "IPC namespace with the trainer's; use weight_sync_mode='nccl', or 'gloo' on one GPU"
+            ) from error
         return self._runtime.tensor(address, export.nbytes, None)
 
-    def close(self, block: torch.Tensor) -> None:
-        self._runtime.drain()
-        self._driver.close(block.data_ptr())
+    def close(self, blocks: Sequence[torch.Tensor]) -> None:
+        if not blocks:
+            return
+        if not self._runtime.drain(_DRAIN_S):
+            logger.warning("the trainer's GPU memory stays open here: copies out of it do not end")
+            return
+        for block in blocks:
+            try:
+                self._driver.close(block.data_ptr())
+            except SyncError as error:
+                logger.warning("a block of the trainer's GPU memory cannot be closed: %s", error)
 
     def copy(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
         self._runtime.copy(into, of)
@@ -557,7 +582,13 @@ class _Runtime:
         self._unmarked: list[Any] = []  # streams with copies of which no mark knows
 
     def tensor(self, address: int, nbytes: int, free: Any) -> torch.Tensor:
-        return torch.as_tensor(_Foreign(address, nbytes, free), device=self._device)
+        made = torch.as_tensor(_Foreign(address, nbytes, free), device=self._device)
+        if made.data_ptr() != address:  # as an older torch does with memory of another GPU that it sees
+            raise BackendUnavailable(
+                f"torch {torch.__version__} copies another GPU's memory instead of reading it; use "
+                "weight_sync_mode='nccl'"
+            )
+        return made
 
     def copy(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
         stream = self._streams[self._turn]
@@ -593,9 +624,16 @@ class _Runtime:
         for stream in self._streams:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
-    def drain(self) -> None:
-        for stream in self._streams:
-            stream.synchronize()
+    def drain(self, seconds: float) -> bool:
+        """Wait for all copies, and say whether they have ended."""
+        until = time.monotonic() + seconds
+        self._unmarked = list(self._streams)
+        mark = self.mark()
+        while not self.passed(mark):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
 
 class _Foreign:
@@ -617,14 +655,18 @@ class _Foreign:
 
 
 def cuda_exportable(device: torch.device, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether IPC handles can be made of the memory of these tensors, and of what torch allocates now."""
-    with torch.cuda.device(device):
-        new = torch.empty(1, device=device)
-        try:
+    """Whether IPC handles can be made of the memory of these tensors, and of what torch allocates now. ``False`` where
+    that cannot be told."""
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.mem_get_info()  # so that the device's context is current in this thread
             driver = CudaDriver()
-        except TwinkleRayError:
-            return False
-        return all(driver.exportable(tensor.data_ptr()) for tensor in (new, *tensors) if tensor.device == new.device)
+            new = torch.empty(1, device=device)
+            held = [t for t in (new, *tensors) if t.device == new.device and t.nbytes]
+            return all(driver.exportable(tensor.data_ptr()) for tensor in held)
+    except Exception as error:
+        logger.debug("whether this trainer's memory can be shared cannot be told: %s", error)
+        return False
 
 
 def memory_of(device: torch.device) -> Memory:

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import Store
 
 from twinkle_ray.backends.bounded import bounded
 from twinkle_ray.backends.memory import cuda_exportable
-from twinkle_ray.backends.nvml import linked
+from twinkle_ray.backends.nvml import linked, turned_off
 from twinkle_ray.backends.streams import SLEEP_MAX_S, Kind, StreamGroup, published
 from twinkle_ray.errors import ConfigError, SyncTimeout
 from twinkle_ray.types import Deadline, Rendezvous
@@ -95,11 +95,11 @@ class NcclGroup(StreamGroup):
 
     @classmethod
     def linked(cls, device: torch.device) -> tuple[str, ...]:
-        return linked(cls.identity(device))
+        return () if turned_off() else linked(cls.identity(device))
 
     @classmethod
     def shareable(cls, device: torch.device, tensors: Iterable[torch.Tensor]) -> bool:
-        return cuda_exportable(device, tensors)
+        return not turned_off() and cuda_exportable(device, tensors)
 
     def _build(self, store: Store, rendezvous: Rendezvous, deadline: Deadline) -> None:
         nccl = self._nccl = _import_nccl()

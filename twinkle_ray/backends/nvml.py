@@ -17,16 +17,18 @@ logger = logging.getLogger(__name__)
 _PREFIX = "GPU-"  # which torch leaves out
 
 
+def turned_off() -> bool:
+    """Whether this process's environment keeps NCCL from reading other GPUs' memory, as where that does not work."""
+    return os.environ.get("NCCL_P2P_DISABLE", "") not in ("", "0") or os.environ.get("NCCL_P2P_LEVEL") in ("LOC", "0")
+
+
 @functools.cache
 def linked(device: str) -> tuple[str, ...]:
-    """The GPUs of this machine that are joined to one by NVLink, as the driver says now; none where it cannot tell, and
-    none under ``NCCL_P2P_DISABLE=1``, by which NCCL is kept from reading other GPUs' memory where that does not work.
+    """The GPUs of this machine that are joined to one by NVLink, as the driver said first; none where it cannot tell.
 
     Args:
         device: UUID of the GPU, as torch has it. The results are such too.
     """
-    if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
-        return ()
     try:
         return _linked(importlib.import_module("ray._private.thirdparty.pynvml"), device)
     except Exception as error:  # no driver, a part of a GPU (MIG), another Ray
