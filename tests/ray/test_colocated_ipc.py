@@ -189,6 +189,26 @@ def test_what_trainers_are_about_to_free_is_open_nowhere(actors: Any) -> None:
         assert not memory & get(rollouts[0].call.remote(mapped))
 
 
+def test_the_memory_of_a_trainer_that_sends_no_more_is_open_nowhere(actors: Any) -> None:
+    before, after, rollouts = actors(Trainer, 1), actors(Trainer, 2), [actors(Rollout, seed) for seed in (5, 6)]
+    with manage([before], rollouts) as manager:
+        manager.sync_weights()
+        memory = set(get(before.call.remote(whereabouts)).values()) - {0}
+        assert memory <= get(rollouts[0].call.remote(mapped))
+        manager.remove_rollout(rollouts[1])  # the next sync makes another group
+        manager.offload_trainers()
+        assert not memory & get(rollouts[0].call.remote(mapped))
+        manager.sync_weights()
+        assert memory <= get(rollouts[0].call.remote(mapped))
+        manager.replace_trainers([after])
+        until = time.monotonic() + 5
+        while memory & get(rollouts[0].call.remote(mapped)) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not memory & get(rollouts[0].call.remote(mapped))
+        manager.sync_weights()
+        same(after, rollouts[:1])
+
+
 # --- who sends to whom -------------------------------------------------------------------------------------------
 
 
