@@ -468,6 +468,10 @@ class SlowTrainer(TrainerBase):
     """Takes 0.3 s for each tensor that it sends."""
 
     walks = 9
+    pause_s = 0.3
+
+    def hurry(self) -> None:
+        self.pause_s = 0.0
 
     def send_checkpoint_weights(self, *args: Any, **kwargs: Any) -> Any:
         self.walks = 0
@@ -477,7 +481,7 @@ class SlowTrainer(TrainerBase):
         self.walks += 1
         sends = self.walks == 2  # the first one only looks whether the model is still the same
         for pair in self.model.state_dict().items():
-            time.sleep(0.3 * sends)
+            time.sleep(self.pause_s * sends)
             yield pair
 
 
@@ -508,6 +512,8 @@ def test_an_actor_killed_in_mid_transfer_is_named_and_the_others_go_on(actors: A
     assert get(other.checkpoint_status.remote()).contents is Contents.MIXED
     assert caught.value.versions["rollout[1]"] == 0
     fresh = actors(Trainer, 9) if victim == "trainer" else trainer
+    if victim == "rollout":
+        get(trainer.hurry.remote())
     with CheckpointEngineManager([fresh], [other], timeout_s=60) as again:
         again.sync_weights()
         assert get(other.digests.remote()) == get(fresh.digests.remote())

@@ -280,6 +280,7 @@ class TestInProcess(Serves, InFlight):
         ]
 
 
+@pytest.mark.soak
 class TestChildProcess(Serves):
     @pytest.fixture(scope="class")
     @classmethod

@@ -196,6 +196,7 @@ def test_an_engine_says_what_it_can_hold(seen: Probe, name: str) -> None:
     assert are(facts["detached"]) == ["base"]
 
 
+@pytest.mark.soak
 def test_an_async_engine_serves_the_default_in_its_present_version(seen: Probe) -> None:
     facts = seen("async")
     assert facts["kind"] == "async llm"
@@ -207,6 +208,7 @@ def test_an_async_engine_serves_the_default_in_its_present_version(seen: Probe) 
     assert facts["held"] == {"c": 0}
 
 
+@pytest.mark.soak
 def test_two_workers_slice_whole_tensors(seen: Probe) -> None:
     facts = seen("tensor_parallel")
     assert facts["workers"] == 2
@@ -219,6 +221,7 @@ def test_two_workers_slice_whole_tensors(seen: Probe) -> None:
     }
 
 
+@pytest.mark.soak
 def test_workers_that_hold_different_versions_serve_none_until_they_agree(seen: Probe) -> None:
     facts = seen("tensor_parallel")
     outcomes, (kind, text) = facts["one of two"]

@@ -73,6 +73,7 @@ def test_norms_of_one_do_not_fool_the_proof(probe: Probe, kind: str) -> None:
     assert found["caught"] == found["swapped"]
 
 
+@pytest.mark.soak
 def test_slices_of_two_workers_are_proven(probe: Probe, expected: dict[str, Any]) -> None:
     facts = probe("tensor_parallel", "llama")
     assert facts["tokens"] == expected["llama"]["1"]

@@ -8,7 +8,8 @@ from .conftest import Probe
 
 pytestmark = pytest.mark.vllm
 
-ENGINES = pytest.mark.parametrize("name", ["llm", "child", pytest.param("async", marks=pytest.mark.soak)])
+SOAK = pytest.mark.soak
+ENGINES = pytest.mark.parametrize("name", ["llm", pytest.param("child", marks=SOAK), pytest.param("async", marks=SOAK)])
 
 FULL = [["length", 200]] * 4
 
@@ -35,8 +36,9 @@ def test_kept_requests_stand_still_and_end_after_it(probe: Probe, name: str) -> 
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *((name, mode) for name in ("llm", "child") for mode in ("wait", "abort")),
-        *(pytest.param("async", mode, marks=pytest.mark.soak) for mode in ("wait", "abort", "keep")),
+        *(("llm", mode) for mode in ("wait", "abort")),
+        *(pytest.param("child", mode, marks=SOAK) for mode in ("wait", "abort")),
+        *(pytest.param("async", mode, marks=SOAK) for mode in ("wait", "abort", "keep")),
     ],
 )
 def test_new_requests_wait_for_the_end_of_the_update(probe: Probe, name: str, mode: str) -> None:
@@ -63,6 +65,7 @@ def test_a_request_does_not_wait_for_ever(probe: Probe, name: str) -> None:
     assert "updating" in text
 
 
-@pytest.mark.parametrize("name", ["llm", "child"])  # an AsyncLLM's update is driven by its event loop
+# An AsyncLLM's update is driven by its event loop.
+@pytest.mark.parametrize("name", ["llm", pytest.param("child", marks=SOAK)])
 def test_the_only_thread_drives_the_update_for_which_it_waits(probe: Probe, name: str) -> None:
     assert probe(name)["single thread"] == FULL

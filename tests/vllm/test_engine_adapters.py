@@ -9,9 +9,10 @@ from .conftest import Probe
 pytestmark = pytest.mark.vllm
 
 NAMES = {"llm": "llm in process", "child": "llm in child process", "async": "async llm"}
+EACH = pytest.mark.parametrize("name", ["llm", "child", pytest.param("async", marks=pytest.mark.soak)])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_an_engine_is_known_for_what_it_is(probe: Probe, name: str) -> None:
     facts = probe(name)
     assert facts["kind"] == NAMES[name]
@@ -19,7 +20,7 @@ def test_an_engine_is_known_for_what_it_is(probe: Probe, name: str) -> None:
     assert facts["loop"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_a_call_reaches_the_worker_and_errors_keep_their_type(probe: Probe, name: str) -> None:
     facts = probe(name)
     assert facts["describe"][0]["kind"] == "vllm"
@@ -55,20 +56,21 @@ def test_parallelism_that_cannot_be_synced_is_named(probe: Probe, size: str) -> 
     assert size in text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_what_sleeps_is_known_and_an_update_wakes_nothing(probe: Probe, name: str) -> None:
     facts = probe(name)
     assert facts["asleep"] == [[], ["kv_cache", "weights"], ["kv_cache"], []]
     assert facts["awake"] == facts["undisturbed"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EACH
 def test_detaching_leaves_no_trace(probe: Probe, name: str) -> None:
     facts = probe(name)
     assert facts["traces"] == []
     assert facts["detached"] == facts["undisturbed"]
 
 
+@pytest.mark.soak
 def test_an_engine_over_two_workers_is_one_engine(probe: Probe) -> None:
     facts = probe("tensor_parallel", "qwen3_moe")
     assert facts["kind"] == "llm in process"

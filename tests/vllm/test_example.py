@@ -127,6 +127,7 @@ def test_an_example_that_is_not_there_is_refused_with_those_that_are(root: Path)
     assert "there is no example 'rlhf_other'; there are rlhf_" in done.stderr
 
 
+@pytest.mark.soak
 def test_ctrl_c_ends_all_that_was_started(root: Path, tmp_path: Path) -> None:
     run = Run(root, tmp_path)
     assert run.process.stdout
@@ -214,6 +215,7 @@ def test_tenants_are_served_each_with_its_own_adapter(job: Callable[..., dict[st
     assert figures["guest"]["refused"] == ("this vLLM engine holds no adapter 'guest'; it holds 'digits', 'capitals'")
 
 
+@pytest.mark.soak
 def test_rollouts_come_and_go_and_all_that_stay_follow(job: Callable[..., dict[str, Any]]) -> None:
     figures = job("rlhf_elastic", "--steps", "5")
 

@@ -33,7 +33,6 @@ __all__ = ["start"]
 DEADLINE_S = HANG_S / 4
 SHORT = {
     ("in process", "raises", "prepare"),
-    ("in process", "hangs", "receive"),
     ("in process", "is slow", "commit"),
     ("child", "raises", "commit"),
     ("child", "is slow", "receive"),
