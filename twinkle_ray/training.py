@@ -49,6 +49,7 @@ class Training:
         self._agreed: tuple[str, Manifest] | None = None
         self._told = ("", "")  # group, and base_id of the plain base that all its members got
         self._joining: OrderedDict[str, Operation] = OrderedDict()
+        self._shareable: tuple[torch.nn.Module | None, Endpoint, bool] | None = None
 
     def source(self) -> WeightSource:
         """The source of the present weights; its caches live as long as the same module is held."""
@@ -93,8 +94,16 @@ class Training:
             active=tuple(active_adapters(model)) if model is not None else (),
             base_id=source.base_id(),
             node=facts["node"],
-            shareable=not source.sharded and shareable(endpoint.device, self._held.parameters() if self._held else ()),
+            shareable=self._is_shareable(source),
         )
+
+    def _is_shareable(self, source: WeightSource) -> bool:
+        """Asked once for a module on a device: another answer would only make its syncs slower."""
+        if self._shareable is None or self._shareable[:2] != (self._held, self.endpoint):
+            tensors = self._held.parameters() if self._held is not None else ()
+            found = not source.sharded and shareable(self.endpoint.device, tensors)
+            self._shareable = (self._held, self.endpoint, found)
+        return self._shareable[2]
 
     def adapter(self, name: str | None = None) -> Adapter:
         """One adapter alone; ``None``: the one that is active.

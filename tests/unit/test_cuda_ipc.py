@@ -83,7 +83,7 @@ class Runtime:
         self.polls = polls
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.joins = self.drains = 0
-        self.ends = True
+        self.ends, self.broken = True, False
 
     def tensor(self, address: int, nbytes: int, free: Callable[[], None] | None) -> torch.Tensor:
         made = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
@@ -113,6 +113,8 @@ class Runtime:
 
     def drain(self, seconds: float) -> bool:
         self.drains += 1
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return self.ends
 
 
@@ -449,14 +451,17 @@ def test_what_cannot_be_closed_stays_open_and_nothing_is_raised(pair: Pair, capl
     pair.driver.closed.append(closed[0])  # for the fixture
 
 
-def test_memory_that_is_being_copied_is_not_closed(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("ends", "why"), [(False, "copies out of it do not end"), (True, "CUDA error: an illegal")])
+def test_memory_that_is_being_copied_is_not_closed(
+    pair: Pair, caplog: pytest.LogCaptureFixture, ends: bool, why: str
+) -> None:
     segment = pair.segment(256)
     pair.sync([segment[:64]])
-    pair.runtimes[1].ends = False  # a stuck device
+    pair.runtimes[1].ends, pair.runtimes[1].broken = ends, ends  # a device that is stuck, or has failed
     with caplog.at_level(logging.WARNING):
         pair.groups[1].let_go()
     assert pair.driver.closed == []
-    assert "stays open here: copies out of it do not end" in caplog.text
+    assert f"stays open here: {why}" in caplog.text
     pair.driver.closed.append(segment.data_ptr())  # for the fixture
 
 

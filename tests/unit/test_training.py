@@ -90,3 +90,19 @@ def test_the_master_needs_no_metadata_as_in_the_seeds() -> None:
     actor.abort_checkpoint("of this one", actor.checkpoint_status().group)
     assert not actor.checkpoint_status().group
     actor.finalize_checkpoint_engine(leave=True)
+
+
+def test_whether_its_memory_can_be_shared_is_asked_once_for_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def shareable(device: Any, tensors: Any) -> bool:
+        asked.append(len(list(tensors)))
+        return len(asked) == 1
+
+    monkeypatch.setattr("twinkle_ray.training.shareable", shareable)
+    held: list[torch.nn.Module] = [torch.nn.Linear(2, 2)]
+    one = Training(lambda: held[0])
+    assert [one.status().shareable for _ in range(3)] == [True] * 3
+    held[0] = torch.nn.Linear(2, 2, bias=False)
+    assert [one.status().shareable for _ in range(2)] == [False] * 2
+    assert asked == [2, 1]

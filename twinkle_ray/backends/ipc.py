@@ -58,6 +58,7 @@ _POSITIONS = 4096
 _SLICE_S = 1.0
 _SPIN_S = 50e-6
 _ALIGNED = 64
+_TRIAL = 2 << 20  # bytes
 _EXIT_S = 1.0
 
 
@@ -164,14 +165,14 @@ class IpcGroup(BroadcastGroup):
             # Where this process cannot open the sender's memory, that shows here and not amid a transfer.
             trial = published(store, "ipc/trial", deadline).decode()
             if trial:
-                memory.close([memory.open(Export(_ALIGNED, trial))])
+                memory.close([memory.open(Export(_TRIAL, trial))])
             address = published(store, "ipc/address", deadline).decode()
             link = call(address, self._rank, deadline, self._raised)
             self._adopt({0: _Peer(link)})
             return
         host = Host()
         try:
-            slot = memory.slot(_ALIGNED)
+            slot = memory.slot(_TRIAL)
             where = memory.locate(slot)
             store.set("ipc/trial", memory.export(where[0]).handle if where is not None else "")
             store.set("ipc/address", host.address)

@@ -548,8 +548,12 @@ class CudaMemory:
     def close(self, blocks: Sequence[torch.Tensor]) -> None:
         if not blocks:
             return
-        if not self._runtime.drain(_DRAIN_S):
-            logger.warning("the trainer's GPU memory stays open here: copies out of it do not end")
+        try:
+            why = "" if self._runtime.drain(_DRAIN_S) else "copies out of it do not end"
+        except Exception as error:  # the device itself failed
+            why = str(error)
+        if why:
+            logger.warning("the trainer's GPU memory stays open here: %s", why)
             return
         for block in blocks:
             try:
