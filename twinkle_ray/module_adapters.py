@@ -121,12 +121,31 @@ class ModuleAdapters:
         self._activate()
 
     def attach(self, name: str, path: str, version: int = 0, number: int | None = None) -> None:
-        """:meth:`register` what PEFT's ``save_pretrained`` wrote into a directory."""
+        """:meth:`register` what PEFT's ``save_pretrained`` wrote into a directory. What was held of that name before is
+        held on if that does not fit."""
         from twinkle_ray.vllm.adapters import read_frozen
 
         config, tensors = read_frozen(path)
         self.check(config, tensors)
-        self.register(name, version, config, tensors, number=number)
+        before = self._copy_of(name)
+        try:
+            self.register(name, version, config, tensors, number=number)
+        except SyncError:
+            if before is not None:
+                entry, default, *parts = before
+                self.register(name, entry[0], *parts, number=entry[1])
+                self.choose(default)
+            raise
+
+    def _copy_of(self, name: str) -> tuple[tuple[int, int], str | None, dict[str, Any], dict[str, torch.Tensor]] | None:
+        """Entry, the default beside it, configuration and tensors of an adapter that is held."""
+        if name not in self._held:
+            return None
+        peft = importlib.import_module("peft")
+        found = peft.get_peft_model_state_dict(self._module, adapter_name=name)
+        tensors = {f"{_PREFIX}{key}": tensor.detach().clone() for key, tensor in found.items()}
+        config = {**_fields(vars(self._module)["peft_config"][name]), "peft_type": "LORA"}
+        return self._held[name], self.default, config, tensors
 
     def remove(self, name: str) -> bool:
         """Let go of an adapter; whether there was one. With the last one the module is as it was."""

@@ -200,3 +200,35 @@ def test_a19_a_layer_for_which_nothing_comes_is_refused() -> None:
         held.register("one", 1, one.config, tensors)
     assert not held.holds_any()
     assert digests(module) == before
+
+
+@pytest.mark.parametrize(("also", "used"), [(False, True), (True, False)])
+@pytest.mark.parametrize("config", [{}, {"modules_to_save": ["lm_head"], "target_modules": ["q"]}, {"use_dora": True}])
+def test_a_directory_that_does_not_fit_leaves_the_one_before_it(
+    tmp_path: Path, also: bool, used: bool, config: dict[str, Any]
+) -> None:
+    module = TinyLM(0).eval()
+    held = ModuleAdapters(module)
+    good, bad, other = trained(1, **config), tmp_path / "bad", trained(3, target_modules=["q"])
+    good.save_pretrained(tmp_path / "good")
+    trained(2, r=2).save_pretrained(bad)
+    file = bad / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    wide = next(name for name in tensors if "lora_A" in name)
+    safetensors.torch.save_file(tensors | {wide: torch.zeros(2, 99)}, file)
+    if also:
+        put(held, "other", other)
+    held.attach("disk", str(tmp_path / "good"), version=4)
+    before = held.entries()["held"]
+    if used or also:
+        held.choose("disk" if used else "other")
+    with pytest.raises(SyncError, match="could not put adapter 'disk'"):
+        held.attach("disk", str(bad), version=5)
+    assert held.entries()["held"] == before
+    assert held.default == ("disk" if used else "other" if also else None)
+    if used or also:
+        assert torch.equal(logits(module), logits(good if used else other))
+    held.choose("disk")
+    assert torch.equal(logits(module), logits(good))
+    held.attach("disk", str(tmp_path / "good"), version=6)
+    assert held.remove("disk")
