@@ -100,7 +100,9 @@ def end(hands: list[Any]) -> None:
         ray.kill(hand)
 
 
-@pytest.mark.parametrize("bucket_size", [1 << 10, pytest.param(64 << 10, marks=pytest.mark.soak), 512 << 20])
+@pytest.mark.parametrize(
+    "bucket_size", [1 << 10, *(pytest.param(size, marks=pytest.mark.soak) for size in (64 << 10, 512 << 20))]
+)
 def test_every_kind_of_tensor_arrives_bit_for_bit_and_in_order(bucket_size: int) -> None:
     hands = connected(3, bucket_size=bucket_size, timeout=120)
     for seed in (1, 2):

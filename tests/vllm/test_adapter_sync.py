@@ -298,6 +298,13 @@ class TestAsync(Serves, InFlight):
         with (made := Bench(checkpoints, trainer, rollout)).manager:
             yield made
 
+    @pytest.mark.soak
+    @pytest.mark.parametrize(("mode", "adapter"), [("wait", None), ("abort", "tenant")])
+    def test_a18_a_request_that_runs_meanwhile_is_of_one_version(
+        self, bench: Bench, mode: str, adapter: str | None
+    ) -> None:
+        super().test_a18_a_request_that_runs_meanwhile_is_of_one_version(bench, mode, adapter)
+
 
 class TestTensorParallel:
     @pytest.fixture(scope="class")

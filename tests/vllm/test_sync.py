@@ -527,6 +527,10 @@ class TestAsync(Follows, InFlight, Fails, BadInput):
             yield made
 
     @pytest.mark.soak
+    def test_an_engine_that_sleeps_is_named_before_a_byte_is_sent(self, odd: Bench) -> None:
+        super().test_an_engine_that_sleeps_is_named_before_a_byte_is_sent(odd)
+
+    @pytest.mark.soak
     def test_all_that_does_not_fit_is_named_and_nothing_changes(self, odd: Bench) -> None:
         super().test_all_that_does_not_fit_is_named_and_nothing_changes(odd)
 
