@@ -49,7 +49,7 @@ class Training:
         self._agreed: tuple[str, Manifest] | None = None
         self._told = ("", "")  # group, and base_id of the plain base that all its members got
         self._joining: OrderedDict[str, Operation] = OrderedDict()
-        self._shareable: tuple[torch.nn.Module | None, Endpoint, bool] | None = None
+        self._shareable: bool | None = None  # of the module that is held, on this endpoint's device
 
     def source(self) -> WeightSource:
         """The source of the present weights; its caches live as long as the same module is held."""
@@ -59,6 +59,7 @@ class Training:
             if device != self.endpoint.device:  # offloaded, or moved: other streams, perhaps another backend
                 self.endpoint.leave()
                 self.endpoint = Endpoint(device)
+                self._shareable = None
         return source
 
     def base_stays(self) -> contextlib.AbstractContextManager[None]:
@@ -70,6 +71,7 @@ class Training:
         held = weights if isinstance(weights, torch.nn.Module) else None
         if held is None or held is not self._held:
             self._held, self._source = held, WeightSource(weights)
+            self._shareable = None
         return self._source
 
     def status(self, *, merge: bool = True) -> TrainerStatus:
@@ -99,11 +101,10 @@ class Training:
 
     def _is_shareable(self, source: WeightSource) -> bool:
         """Asked once for a module on a device: another answer would only make its syncs slower."""
-        if self._shareable is None or self._shareable[:2] != (self._held, self.endpoint):
+        if self._shareable is None:
             tensors = self._held.parameters() if self._held is not None else ()
-            found = not source.sharded and shareable(self.endpoint.device, tensors)
-            self._shareable = (self._held, self.endpoint, found)
-        return self._shareable[2]
+            self._shareable = not source.sharded and shareable(self.endpoint.device, tensors)
+        return self._shareable
 
     def adapter(self, name: str | None = None) -> Adapter:
         """One adapter alone; ``None``: the one that is active.

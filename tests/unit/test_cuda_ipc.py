@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from twinkle_ray.backends import memory as memories
+from twinkle_ray.backends import cuda_memory
+from twinkle_ray.backends.cuda_memory import CudaMemory
 from twinkle_ray.backends.ipc import IpcGroup, _Peer
 from twinkle_ray.backends.link import Link
-from twinkle_ray.backends.memory import CudaMemory
+from twinkle_ray.backends.memory import memory_of
 from twinkle_ray.errors import BackendUnavailable, SyncError
 from twinkle_ray.types import Deadline
 
@@ -289,8 +290,8 @@ class Library:
 
 def _driver(monkeypatch: pytest.MonkeyPatch, form: str) -> tuple[Any, Library]:
     library = Library(form)
-    monkeypatch.setattr(memories.ctypes, "CDLL", lambda name: library)
-    return memories.CudaDriver(), library
+    monkeypatch.setattr(cuda_memory.ctypes, "CDLL", lambda name: library)
+    return cuda_memory.CudaDriver(), library
 
 
 @pytest.mark.parametrize("form", ["cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync"])
@@ -378,8 +379,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
             mine.work.append(copy)
             return True
 
-    monkeypatch.setattr(memories.torch, "cuda", Cuda())
-    found: Any = memories._Runtime(CPU, Launching())
+    monkeypatch.setattr(cuda_memory.torch, "cuda", Cuda())
+    found: Any = cuda_memory._Runtime(CPU, Launching())
     found.current = current
     return found
 
@@ -467,22 +468,22 @@ def test_memory_that_is_being_copied_is_not_closed(
 
 def test_a_tensor_over_foreign_memory_that_torch_has_copied_is_refused(runtime: Any) -> None:
     memory = (ctypes.c_uint8 * 64)()
-    monkey = memories.torch.as_tensor
+    monkey = cuda_memory.torch.as_tensor
     try:
-        memories.torch.as_tensor = lambda thing, device: torch.zeros(64, dtype=torch.uint8)
+        cuda_memory.torch.as_tensor = lambda thing, device: torch.zeros(64, dtype=torch.uint8)
         with pytest.raises(BackendUnavailable, match="copies another GPU's memory instead of reading it; use "):
             runtime.tensor(ctypes.addressof(memory), 64, None)
     finally:
-        memories.torch.as_tensor = monkey
+        cuda_memory.torch.as_tensor = monkey
 
 
 def test_devices_without_a_way_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendUnavailable, match="NPU IPC exists in torch_npu, but was never run"):
-        memories.memory_of(torch.device("meta"))
+        memory_of(torch.device("meta"))
 
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(memories.ctypes, "CDLL", missing)
+    monkeypatch.setattr(cuda_memory.ctypes, "CDLL", missing)
     with pytest.raises(BackendUnavailable, match=r"libcuda\.so\.1 does not load"):
-        memories.CudaDriver()
+        cuda_memory.CudaDriver()

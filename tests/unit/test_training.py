@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,3 +108,14 @@ def test_whether_its_memory_can_be_shared_is_asked_once_for_a_module(monkeypatch
     held[0] = torch.nn.Linear(2, 2, bias=False)
     assert [one.status().shareable for _ in range(2)] == [False] * 2
     assert asked == [2, 1]
+
+
+def test_a_module_that_was_replaced_is_not_kept() -> None:
+    held: list[torch.nn.Module] = [torch.nn.Linear(2, 2)]
+    one = Training(lambda: held[0])
+    one.status()
+    before = weakref.ref(held[0])
+    held[0] = torch.nn.Linear(2, 2)
+    one.source()
+    gc.collect()
+    assert before() is None

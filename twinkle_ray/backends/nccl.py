@@ -27,7 +27,7 @@ from ray.util.collective import types as ray_types
 from torch._C._distributed_c10d import Store
 
 from twinkle_ray.backends.bounded import bounded
-from twinkle_ray.backends.memory import cuda_exportable
+from twinkle_ray.backends.cuda_memory import cuda_exportable
 from twinkle_ray.backends.nvml import linked, turned_off
 from twinkle_ray.backends.streams import SLEEP_MAX_S, Kind, StreamGroup, published
 from twinkle_ray.errors import ConfigError, SyncTimeout
