@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from twinkle_ray import backends
-from twinkle_ray.backends.base import SyncGroup
+from twinkle_ray.backends.base import SyncGroup, on_device
 from twinkle_ray.backends.fanout import FanOut
 from twinkle_ray.backends.rendezvous import Meeting, unique_group_name
 from twinkle_ray.errors import SyncAborted, SyncError, SyncTimeout
@@ -359,7 +359,7 @@ class Endpoint:
         def run() -> None:
             try:
                 _await_exit(before, operation)
-                with torch.no_grad(), _on(self.device), _brisk:
+                with torch.no_grad(), on_device(self.device), _brisk:
                     result = work(operation)
             except BaseException as error:
                 # Peers wait in collectives for this rank: tell them before anyone is told here.
@@ -443,15 +443,6 @@ def _await_exit(earlier: list[Operation], operation: Operation) -> None:
                     actors=rank,
                 )
     _require_running(operation)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The current device is thread-local; a new thread starts on device 0."""
-    module = getattr(torch, device.type, None)
-    if device.type == "cpu" or module is None:
-        return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[Any] = module.device(device)
-    return context
 
 
 def _keep_traceback(error: BaseException) -> None:

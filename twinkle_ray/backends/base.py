@@ -13,6 +13,7 @@ which releases every stuck thread. In that order, because a severed transport lo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import threading
@@ -57,6 +58,15 @@ _living: weakref.WeakSet[SyncGroup] = weakref.WeakSet()
 def living_groups() -> list[SyncGroup]:
     """The groups of this process that were connected and not destroyed."""
     return [group for group in _living if not group._destroyed]
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes it the current one of the calling thread, which is thread-local: a new thread starts on device 0."""
+    module = getattr(torch, device.type, None)
+    if device.type == "cpu" or module is None:
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = module.device(device)
+    return context
 
 
 class SyncGroup(BaseGroup):

@@ -43,7 +43,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
-from twinkle_ray.backends.base import BroadcastGroup
+from twinkle_ray.backends.base import BroadcastGroup, on_device
 from twinkle_ray.backends.link import FDS, Host, Link, call, wait
 from twinkle_ray.backends.memory import Export, Memory, memory_of
 from twinkle_ray.backends.streams import published
@@ -160,6 +160,10 @@ class IpcGroup(BroadcastGroup):
         self.hosts = device.type == "cpu"
 
     def _build(self, store: Store, rendezvous: Rendezvous, deadline: Deadline) -> None:
+        with on_device(self._device):
+            self._meet(store, deadline)
+
+    def _meet(self, store: Store, deadline: Deadline) -> None:
         self._memory = memory = memory_of(self._device)
         if self._rank:
             # Where this process cannot open the sender's memory, that shows here and not amid a transfer.
