@@ -324,7 +324,7 @@ def test_more_pieces_than_one_call_takes(monkeypatch: pytest.MonkeyPatch) -> Non
     into, of = [[t.data_ptr() + 2 * n for n in range(600)] for t in (target, source)]
     assert driver.copy_many(into, of, [2] * 600, 5)
     assert torch.equal(source, target)
-    assert library.calls == [5] * 3
+    assert library.calls == [5] * 4  # a few first, which a device that idles begins with
 
 
 class Stream:

@@ -130,6 +130,40 @@ def test_each_byte_is_copied_once_from_where_it_lies_to_where_it_belongs() -> No
         assert not ours & after
 
 
+def one_after_the_other(seat: Seat) -> Any:
+    group = joined(seat)
+    mine = torch.ones(10) if seat.rank == 0 else torch.zeros(10)
+    seat.say("in")
+    assert seat.hear() == "go on"
+    group.rally()
+    group.broadcast_many([mine])
+    if seat.rank == 0:
+        seat.say("sent")
+        assert seat.hear() == "end"  # meanwhile it does not even look at what the others say
+    elif seat.world_size == 3:
+        with pytest.raises(SyncTimeout):
+            group.synchronize(Deadline.after(0.5))
+        return mine.tolist()
+    group.synchronize(Deadline.after(10))
+    group.destroy_group()
+    return mine.tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_single_receiver_is_not_waited_for_and_of_two_none_goes_first(world_size: int) -> None:
+    with members(one_after_the_other, world_size) as people:
+        introduce(people)
+        assert all(member.hear() == "in" for member in people)
+        people[0].say("go on")
+        assert people[0].hear() == "sent"
+        people[1].say("go on")
+        (got,) = results(people[1:2])
+        if world_size == 2:
+            people[0].say("end")
+            results(people[:1])
+    assert got == [float(world_size == 2)] * 10
+
+
 def new_storages(seat: Seat) -> Any:
     group = joined(seat)
     mine = torch.nn.Parameter(torch.zeros(1 << 16))
@@ -164,6 +198,7 @@ def one_lets_go(seat: Seat) -> Any:
     group.host([mine])
     seen, open_after = [], []
     for number in range(5):
+        assert seat.hear() == "next"  # a sync begins when all have let go who do
         if seat.rank == 0:
             mine.fill_(number + 1)
         group.rally()
@@ -174,6 +209,7 @@ def one_lets_go(seat: Seat) -> Any:
             group.let_go()
             group.let_go()
         open_after.append(len(group._opened))
+        seat.say("over")
     maps = len(mapped())
     group.let_go()
     closed = maps - len(mapped())
@@ -181,14 +217,52 @@ def one_lets_go(seat: Seat) -> Any:
     return seen, open_after, closed, group.counts.repeated
 
 
-def test_a_member_that_closes_what_it_had_open_opens_it_again() -> None:
-    with members(one_lets_go, 3) as people:
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_member_that_closes_what_it_had_open_opens_it_again(world_size: int) -> None:
+    with members(one_lets_go, world_size) as people:
         introduce(people)
-        (sent, _, _, said_again), (got, mine, closed, _), (others, theirs, also_closed, _) = results(people)
-    assert sent == got == others == [[n + 1.0] for n in range(5)]
-    assert (mine, theirs) == ([1, 0, 1, 0, 1], [1] * 5)
-    assert (closed, also_closed) == (1, 1)
+        for _ in range(5):
+            for member in people:
+                member.say("next")
+            assert [member.hear() for member in people] == ["over"] * world_size
+        (sent, _, _, said_again), *received = results(people)
+    opened = ([1, 0, 1, 0, 1], [1] * 5)[: world_size - 1]
+    for (got, mine, closed, _), theirs in zip(received, opened, strict=True):
+        assert got == sent == [[n + 1.0] for n in range(5)]
+        assert (mine, closed) == (theirs, 1)
     assert said_again == 2  # and anew in the rounds 1, 3 and 5
+
+
+def lets_go_late(seat: Seat) -> Any:
+    group = joined(seat)
+    mine = torch.full((1000,), 1.0 if seat.rank == 0 else 0.0)
+    group.host([mine])
+    for number in range(2):
+        if seat.rank == 0:
+            mine.fill_(number + 1)
+        elif number:
+            assert seat.hear() == "sent"
+            group.let_go()
+        try:
+            group.rally()
+            group.broadcast_many([mine])
+            if number and seat.rank == 0:
+                seat.say("sent")
+            group.synchronize(Deadline.after(10))
+        except SyncError as error:
+            return type(error).__name__, str(error), mine.unique().tolist()
+    return None
+
+
+def test_a_receiver_that_lets_go_when_a_sync_has_begun_refuses_it() -> None:
+    with members(lets_go_late, 2) as people:
+        introduce(people)
+        assert people[0].hear() == "sent"
+        people[1].say("sent")
+        (theirs, said, _), (mine, _, held) = results(people)
+    assert (mine, held) == ("NotAgreed", [1.0])  # which a manager answers by agreeing anew
+    assert theirs == "SyncAborted"
+    assert "rank 1 closed the sender's memory" in said
 
 
 def through_slots(seat: Seat, kind: str) -> Any:
@@ -491,10 +565,10 @@ def test_an_abort_releases_a_member_that_waits() -> None:
 def stopped(seat: Seat) -> Any:
     group = joined(seat)
     group.rally()
-    group.broadcast_many([torch.zeros(10)])
     seat.say("there")
     if seat.rank:
         time.sleep(60)
+    group.broadcast_many([torch.zeros(10)])
     start = time.monotonic()
     with pytest.raises(SyncTimeout, match=r"waited 1\.0 s"):
         group.synchronize(Deadline.after(1.0))

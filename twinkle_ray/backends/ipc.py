@@ -14,12 +14,17 @@ The messages go over a Unix socket from the sender to each receiver (:mod:`twink
 operations that every rank makes in the same order:
 
     sender -> receiver   {"open": [[number, bytes, handle], ...]}   blocks, with a descriptor each on a CPU
-                         {"drop": [number, ...]}                   blocks that are gone
-                         {"go": n}                                 all have come to the barrier that is operation n
+                         {"drop": [number, ...]}                   blocks that are gone;
+                         {"drop": [number, ...], "anew": true}     all of them, since somebody has closed its own
+                         {"go": n}                                 the barrier that is operation n is open
                          {"at": n, "sizes": ..., "pieces": [number, offset, ...]}  where operation n's views are,
                          {"at": n, "as": k}                        or: as those of the k-th one behind the last barrier
     receiver -> sender   {"here": n}, {"done": n}
-                         {"here": n, "anew": true}                 it has closed all blocks since it was here last
+                         {"anew": true}                            it has closed all blocks; said before its next "here"
+
+A barrier opens when all have come to it. A single receiver need not be waited for: the bytes lie still until it reads
+them, which it does when it has come there itself. So it finds all that it has to know, and not a question that has to
+go there and back.
 
 Nobody waits in :meth:`IpcGroup.broadcast_many` and :meth:`IpcGroup.rally`: what has to wait is done in
 :meth:`IpcGroup.settle` and :meth:`IpcGroup.synchronize`, by the calling thread. A receiver says that it is done when
@@ -28,6 +33,7 @@ its copies have ended, so when the sender's ``synchronize`` returns nobody reads
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -48,7 +54,7 @@ from twinkle_ray.backends.link import FDS, Host, Link, call, wait
 from twinkle_ray.backends.memory import Export, Memory, memory_of
 from twinkle_ray.backends.streams import published
 from twinkle_ray.digest import bytes_view
-from twinkle_ray.errors import ConfigError, ManifestMismatch, SyncError, SyncTimeout, TwinkleRayError
+from twinkle_ray.errors import ConfigError, ManifestMismatch, NotAgreed, SyncError, SyncTimeout, TwinkleRayError
 from twinkle_ray.types import Deadline, Rendezvous
 
 T = TypeVar("T")
@@ -145,7 +151,7 @@ class IpcGroup(BroadcastGroup):
         self._slots = (_Slot(), _Slot())
         self._turn = 0
         self._mustering = False
-        self._anew = False  # at a receiver: it has closed its blocks; at the sender: one of them has
+        self._anew = False  # a receiver has closed its blocks, and the sender has not said yet that it knows
         self._using = threading.Lock()  # held by the thread that uses links and memory
 
     @classmethod
@@ -222,8 +228,7 @@ class IpcGroup(BroadcastGroup):
                 self._drop_dead(self._memory)
         self._queue.append(op)
         if views is None and self._rank:
-            self._peers[0].link.post({"here": self._last, **({"anew": True} if self._anew else {})})
-            self._anew = False
+            self._peers[0].link.post({"here": self._last})
         self._advance()
 
     def synchronize(self, deadline: Deadline) -> None:
@@ -249,6 +254,9 @@ class IpcGroup(BroadcastGroup):
             if self._rank and self._memory is not None and self._opened:
                 self._drop(self._memory, set(self._opened))
                 self._anew = True
+                # Now, since a single receiver is not waited for: its sender would name blocks that are closed.
+                with contextlib.suppress(OSError):  # the next sync finds out that it is gone
+                    self._peers[0].link.post({"anew": True})
         finally:
             self._using.release()
 
@@ -330,7 +338,8 @@ class IpcGroup(BroadcastGroup):
                 match message:
                     case {"here": int(number)}:
                         peer.here = number
-                        self._anew = self._anew or "anew" in message
+                    case {"anew": True}:
+                        self._anew = True
                     case {"done": int(number)}:
                         peer.done = number
                     case _:
@@ -346,10 +355,10 @@ class IpcGroup(BroadcastGroup):
     def _publish(self, memory: Memory, op: _Op) -> bool:
         """Whether it could be done now."""
         if op.views is None:
-            if not all(peer.here >= op.number for peer in self._peers.values()):
+            if len(self._peers) > 1 and not all(peer.here >= op.number for peer in self._peers.values()):
                 return False
             if self._anew:
-                self._tell({"drop": list(self._blocks.values())})
+                self._tell({"drop": list(self._blocks.values()), "anew": True})
                 self._blocks.clear()
                 self._places.clear()
                 self._anew = False
@@ -483,11 +492,16 @@ class IpcGroup(BroadcastGroup):
                 return True
             case {"drop": list(numbers)}:
                 self._drop(memory, set(numbers))
+                self._anew = self._anew and "anew" not in message
                 return True
             case {"go": int(number)}:
                 if not self._queue:
                     return False
                 self._require(number, self._queue[0].views is None)
+                if self._anew:
+                    raise NotAgreed(
+                        f"rank {self._rank} closed the sender's memory after this sync had begun", phase="transfer"
+                    )
                 self._position = 0
                 op = self._queue.popleft()
             case {"at": int(number)}:
