@@ -189,6 +189,33 @@ def test_what_trainers_are_about_to_free_is_open_nowhere(actors: Any) -> None:
         assert not memory & get(rollouts[0].call.remote(mapped))
 
 
+class LateRollout(RolloutBase):
+    """Lets go of what it has open when the trainer is sending already, as if it had been told to long before."""
+
+    late = True
+
+    def start_checkpoint(self, key: str, op: str, request: dict[str, Any], wait_s: float = 0.0) -> Any:
+        if op == "receive" and self.late and group_of(self)._opened:
+            self.late = False
+            time.sleep(0.5)
+            group_of(self).let_go()
+        return super().start_checkpoint(key, op, request, wait_s)
+
+
+def test_a_rollout_that_lets_go_too_late_is_agreed_with_anew(actors: Any) -> None:
+    trainer, rollout = actors(Trainer, 1), ray.remote(num_cpus=0)(LateRollout).remote(5)
+    with manage([trainer], [rollout]) as manager:
+        manager.sync_weights()
+        get(trainer.step.remote(2))
+        report = manager.sync_weights()
+        assert "refused" in report.phases
+        same(trainer, [rollout])
+        get(trainer.step.remote(3))
+        assert set(manager.sync_weights().phases) == {"transfer"}
+        same(trainer, [rollout])
+    ray.kill(rollout)
+
+
 def test_the_memory_of_a_trainer_that_sends_no_more_is_open_nowhere(actors: Any) -> None:
     before, after, rollouts = actors(Trainer, 1), actors(Trainer, 2), [actors(Rollout, seed) for seed in (5, 6)]
     with manage([before], rollouts) as manager:

@@ -83,6 +83,7 @@ class Runtime:
     def __init__(self, polls: int = 3) -> None:
         self.polls = polls
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.launches: list[int] = []
         self.joins = self.drains = 0
         self.ends, self.broken = True, False
 
@@ -95,6 +96,7 @@ class Runtime:
         return made
 
     def copy(self, into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
+        self.launches.append(len(into))
         self.waiting += zip(into, of, strict=True)
 
     def mark(self) -> list[Any]:
@@ -220,21 +222,101 @@ def test_nothing_is_told_before_the_device_has_done_it(pair: Pair) -> None:
     mine = torch.zeros(256, dtype=torch.uint8)
     receiver.broadcast_many([mine])
     for _ in range(5):
-        sender._advance()
-        receiver._advance()
+        sender._advance(waiting=True)
+        receiver._advance(waiting=True)
     assert receiver.counts.opened == 0  # the sender's stream has not made the bytes yet
     sender._queue[0].mark[0] = 1
     for _ in range(5):
-        sender._advance()
-        receiver._advance()
+        sender._advance(waiting=True)
+        receiver._advance(waiting=True)
     assert receiver.counts.opened == 1
     assert [op.number for op in sender._flying] == [2]  # launched at the receiver, but not copied
     receiver._flying[-1].mark[0] = 1
     for _ in range(5):
-        receiver._advance()
-        sender._advance()
+        receiver._advance(waiting=True)
+        sender._advance(waiting=True)
     assert not sender._flying
     assert torch.equal(mine, segment)
+
+
+def ahead(pair: Pair, *chunks: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """What a receiver gets that comes when all is published."""
+    sender, receiver = pair.groups
+    got = [[torch.zeros_like(t) for t in chunk] for chunk in chunks]
+    pair.runtimes[1].launches.clear()
+    sender.rally()
+    for chunk in chunks:
+        sender.broadcast_many(chunk)
+    while sender._queue:  # until its device has made them
+        sender._advance(waiting=False)
+    receiver.rally()
+    for mine in got:
+        receiver.broadcast_many(mine)
+    receiver.synchronize(Deadline.after(10))
+    sender.synchronize(Deadline.after(10))
+    return got
+
+
+def test_chunks_that_are_there_already_are_launched_together_but_the_first_ones(pair: Pair) -> None:
+    segment = pair.segment(13 * 20 * 8)
+    chunks = [list(part.split(8)) for part in segment.split(20 * 8)]
+    for _ in range(2):
+        segment.add_(1)
+        assert equal(ahead(pair, *chunks), *chunks)
+        # An idle device begins with 16 copies of the first chunk; then one chunk, two, four at most, and the rest.
+        assert pair.runtimes[1].launches == [16, 4, 20, 40, 80, 80, 20]
+    assert pair.groups[1].counts.copied == 2 * segment.nbytes
+    base, adapter = chunks[:5], chunks[5:8]
+    sender, receiver = pair.groups
+    got = [[torch.zeros_like(t) for t in chunk] for chunk in base + adapter]
+
+    def run(group: Any, mine: Sequence[list[torch.Tensor]]) -> None:
+        for part in mine[:5], mine[5:]:  # two parts of one operation, the second of which finds the first one waiting
+            group.rally()
+            for chunk in part:
+                group.broadcast_many(chunk)
+        group.synchronize(Deadline.after(10))
+
+    thread = threading.Thread(target=run, args=(sender, base + adapter))
+    thread.start()
+    run(receiver, got)
+    thread.join(10)
+    assert equal(got, *base, *adapter)
+
+
+def test_a_slot_that_grows_amid_a_stream_loses_nothing(pair: Pair) -> None:
+    segment = pair.segment(4096, legacy=False)
+    chunks = [[segment[:nbytes]] for nbytes in (64, 128, 256, 512, 1024, 2048, 4096, 64)]
+    for _ in range(2):
+        segment.add_(1)
+        assert equal(pair.sync(*chunks), *chunks)
+    assert len(pair.driver.opened) > 2  # larger ones were made
+    assert len(pair.groups[1]._opened) == 2
+
+
+def test_a_copy_that_was_only_gathered_is_not_made_when_the_sync_has_failed(pair: Pair) -> None:
+    segment = pair.segment(4096)
+    chunks = [[part] for part in segment.split(512)]
+    assert equal(pair.sync(*chunks), *chunks)
+    sender, receiver = pair.groups
+    sender.rally()
+    for chunk in chunks:
+        sender.broadcast_many(chunk)
+    while sender._queue:
+        sender._advance(waiting=False)
+    mine = [torch.zeros(512, dtype=torch.uint8) for _ in chunks]
+    receiver.rally()
+    for part in mine[:3]:
+        receiver.broadcast_many([part])
+    assert len(receiver._gathered) == 1
+    launched = len(pair.runtimes[1].launches)
+    sender.abort("for once")
+    receiver.abort("for once")
+    with pytest.raises(SyncError):
+        receiver.synchronize(Deadline.after(10))
+    receiver.let_go()
+    assert len(pair.runtimes[1].launches) == launched
+    assert not mine[2].any()
 
 
 class SlowDevice(Runtime):
@@ -324,7 +406,7 @@ def test_more_pieces_than_one_call_takes(monkeypatch: pytest.MonkeyPatch) -> Non
     into, of = [[t.data_ptr() + 2 * n for n in range(600)] for t in (target, source)]
     assert driver.copy_many(into, of, [2] * 600, 5)
     assert torch.equal(source, target)
-    assert library.calls == [5] * 4  # a few first, which a device that idles begins with
+    assert library.calls == [5] * 3
 
 
 class Stream:
@@ -338,6 +420,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         upto = len(other.work)
         self.work.append(lambda: other.run(upto))
+
+    def query(self) -> bool:
+        return self.done == len(self.work)
 
     def run(self, upto: int | None = None) -> None:
         while self.done < (len(self.work) if upto is None else upto):
@@ -392,7 +477,7 @@ def test_a_mark_stands_for_its_own_copies_on_whichever_stream(runtime: Any) -> N
     for target, source in zip(targets, sources, strict=True):
         runtime.copy([target], [source])
         marks.append(runtime.mark())
-    assert [len(stream.work) for stream in runtime._streams] == [4, 4]
+    assert [len(stream.work) for stream in runtime._streams] == [2, 2]  # there was nothing to wait for
     assert not any(map(runtime.passed, marks))
     runtime._streams[1].run()
     assert [runtime.passed(mark) for mark in marks] == [False, True, False, True]
@@ -421,6 +506,7 @@ def test_copies_wait_for_what_made_their_bytes_and_what_follows_waits_for_them(r
     assert not runtime.passed(mark)
     runtime.current.run()
     assert runtime.passed(mark)
+    assert runtime.mark() == []  # of a stream that is idle the device need not be asked
 
 
 def test_an_operation_joins_every_stream_at_its_end(runtime: Any) -> None:

@@ -164,6 +164,44 @@ def test_a_single_receiver_is_not_waited_for_and_of_two_none_goes_first(world_si
     assert got == [float(world_size == 2)] * 10
 
 
+def many_chunks(seat: Seat) -> Any:
+    group = joined(seat)
+    mine = list(torch.full((400,), float(seat.rank == 0)).split(10))
+    if seat.rank == 0:
+        group.host(mine)
+        people = group._peers.values()
+    else:
+        people = [group._peers[0]]
+        assert seat.hear() == "sent"
+    calls = []
+    for peer in people:
+        for name in ("take", "post"):
+            real = getattr(peer.link, name)
+            setattr(peer.link, name, lambda *args, real=real, name=name: [calls.append(name), real(*args)][1])
+    group.rally()
+    for tensor in mine:
+        group.broadcast_many([tensor])
+    counted = calls.count("take"), calls.count("post")
+    if seat.rank == 0:
+        seat.say("sent")
+    group.synchronize(Deadline.after(10))
+    done = calls.count("post") - counted[1]
+    leave(seat, group)
+    return counted, done, {float(tensor.sum()) for tensor in mine}
+
+
+def test_a_chunk_of_a_steady_stream_costs_one_call_at_the_sender_and_none_at_the_receiver() -> None:
+    with members(many_chunks, 2) as people:
+        introduce(people)
+        assert people[0].hear() == "sent"
+        people[1].say("sent")
+        (sender, _, _), (receiver, done, values) = results(people)
+    assert sender == (1, 2 + 40)  # at the barrier; block and barrier, and each chunk
+    assert receiver == (1, 0)  # a receiver that finds all there has nothing to ask
+    assert done == 1
+    assert values == {10.0}
+
+
 def new_storages(seat: Seat) -> Any:
     group = joined(seat)
     mine = torch.nn.Parameter(torch.zeros(1 << 16))

@@ -63,6 +63,10 @@ _POSITIONS = 4096
 """Operations behind a barrier of which both ends remember where their views were."""
 _SLICE_S = 1.0
 _SPIN_S = 50e-6
+_FEW = 16
+"""Copies that a receiver launches first: an idle device begins with them while the driver takes in the others, some
+5 us for each."""
+
 _ALIGNED = 64
 _TRIAL = 2 << 20  # bytes
 _EXIT_S = 1.0
@@ -95,6 +99,7 @@ class _Op:
     views: list[torch.Tensor] | None  # None: a barrier
     mark: Any = None
     slot: int | None = None
+    place: _Place | None = None
 
 
 @dataclass(slots=True)
@@ -141,6 +146,7 @@ class IpcGroup(BroadcastGroup):
         self._peers: dict[int, _Peer] = {}
         self._last = 0  # number of the last operation that was asked for
         self._queue: deque[_Op] = deque()  # not begun: not published, or (at a receiver) not heard of
+        self._gathered: list[_Op] = []  # at a receiver: to be launched together
         self._flying: deque[_Op] = deque()  # begun, not known to have ended
         self._inbox: deque[dict[str, Any]] = deque()
         self._position = 0
@@ -150,6 +156,7 @@ class IpcGroup(BroadcastGroup):
         self._opened: dict[int, torch.Tensor] = {}  # at a receiver, by number
         self._slots = (_Slot(), _Slot())
         self._turn = 0
+        self._launches = 0  # behind the last barrier
         self._mustering = False
         self._anew = False  # a receiver has closed its blocks, and the sender has not said yet that it knows
         self._using = threading.Lock()  # held by the thread that uses links and memory
@@ -227,9 +234,9 @@ class IpcGroup(BroadcastGroup):
             else:  # while the others come to the barrier
                 self._drop_dead(self._memory)
         self._queue.append(op)
-        if views is None and self._rank:
+        self._advance(waiting=False)
+        if views is None and self._rank and self._queue:
             self._peers[0].link.post({"here": self._last})
-        self._advance()
 
     def synchronize(self, deadline: Deadline) -> None:
         self._until(lambda: not self._queue and not self._flying, deadline)
@@ -269,7 +276,7 @@ class IpcGroup(BroadcastGroup):
             while True:
                 if (error := self._raised()) is not None:
                     raise error
-                moved = self._advance()
+                moved = self._advance(waiting=True)
                 if ended() and not any(peer.link.unsent for peer in self._peers.values()):
                     break
                 if moved:
@@ -319,18 +326,39 @@ class IpcGroup(BroadcastGroup):
         assert self._memory is not None
         return op.mark is None or self._memory.passed(op.mark)
 
-    def _advance(self) -> bool:
-        """Do what can be done without waiting. Whether there was anything."""
+    def _advance(self, *, waiting: bool) -> bool:
+        """Do what can be done without waiting. Whether there was anything.
+
+        Args:
+            waiting: there is nothing else to do. Otherwise the next chunk comes at once, and is not to be kept by calls
+                of the system, some of which take longer than a chunk that is copied within a device.
+        """
         if self._memory is None or not self._peers:
             return False
-        return self._send(self._memory) if self._rank == 0 else self._receive(self._memory)
+        for peer in self._peers.values():
+            peer.link.flush()
+        return self._send(self._memory, waiting) if self._rank == 0 else self._receive(self._memory, waiting)
 
     # --- the sender --------------------------------------------------------------------------------------------
 
-    def _send(self, memory: Memory) -> bool:
+    def _send(self, memory: Memory, waiting: bool) -> bool:
+        moved = False
+        barrier = bool(self._queue) and self._queue[0].views is None
+        if not (waiting or barrier):
+            moved = self._publish_all(memory)
+            if not self._queue:
+                return moved
+        moved = self._listen() or moved
+        moved = self._publish_all(memory) or moved
+        while self._flying and all(peer.done >= self._flying[0].number for peer in self._peers.values()):
+            self._flying.popleft()
+            moved = True
+        return moved
+
+    def _listen(self) -> bool:
+        """Whether anybody has said anything."""
         moved = False
         for rank, peer in self._peers.items():
-            peer.link.flush()
             if peer.done >= self._last and (not self._mustering or peer.here > self._last):
                 continue  # it owes nothing, and may leave before the others are through
             for message in peer.link.take():
@@ -342,13 +370,16 @@ class IpcGroup(BroadcastGroup):
                         self._anew = True
                     case {"done": int(number)}:
                         peer.done = number
+                        peer.here = max(peer.here, number)
                     case _:
                         raise ManifestMismatch(f"rank {rank} answered with what is none of the group's messages")
+        return moved
+
+    def _publish_all(self, memory: Memory) -> bool:
+        """What can be published now. Whether there was anything."""
+        moved = False
         while self._queue and self._publish(memory, self._queue[0]):
             self._flying.append(self._queue.popleft())
-            moved = True
-        while self._flying and all(peer.done >= self._flying[0].number for peer in self._peers.values()):
-            self._flying.popleft()
             moved = True
         return moved
 
@@ -465,19 +496,29 @@ class IpcGroup(BroadcastGroup):
 
     # --- a receiver --------------------------------------------------------------------------------------------
 
-    def _receive(self, memory: Memory) -> bool:
+    def _receive(self, memory: Memory, waiting: bool) -> bool:
         link = self._peers[0].link
-        link.flush()
-        if not (self._queue or self._flying):
+        if not self._busy():
             return False  # so that the sender may leave
-        came = link.take()
-        self._inbox += came
-        moved = bool(came)
+        moved = self._handle_all(memory, link)
+        if waiting or self._queue:
+            self._inbox += link.take()
+            moved = self._handle_all(memory, link) or moved
+        if waiting:
+            self._launch(memory)
+            ended = 0
+            while self._flying and self._passed(self._flying[0]):
+                ended = self._flying.popleft().number
+            if ended:
+                link.post({"done": ended})
+                moved = True
+        return moved
+
+    def _handle_all(self, memory: Memory, link: Link) -> bool:
+        """What is about an operation that this rank has come to. Whether there was anything."""
+        moved = False
         while self._inbox and self._handle(memory, link, self._inbox[0]):
             self._inbox.popleft()
-            moved = True
-        while self._flying and self._passed(self._flying[0]):
-            link.post({"done": self._flying.popleft().number})
             moved = True
         return moved
 
@@ -491,6 +532,7 @@ class IpcGroup(BroadcastGroup):
                     self.counts.opened += 1
                 return True
             case {"drop": list(numbers)}:
+                self._launch(memory)
                 self._drop(memory, set(numbers))
                 self._anew = self._anew and "anew" not in message
                 return True
@@ -502,18 +544,22 @@ class IpcGroup(BroadcastGroup):
                     raise NotAgreed(
                         f"rank {self._rank} closed the sender's memory after this sync had begun", phase="transfer"
                     )
-                self._position = 0
-                op = self._queue.popleft()
+                self._launch(memory)
+                self._position = self._launches = 0
+                self._flying.append(self._queue.popleft())
             case {"at": int(number)}:
                 if not self._queue:
                     return False
                 self._require(number, self._queue[0].views is not None)
                 op = self._queue.popleft()
-                self._copy(memory, op, message)
+                self._find(op, message)
                 self._position += 1
+                self._gathered.append(op)
+                # Fewer calls for a device that has enough to do, but for one that idles, the first chunks as they come.
+                if len(self._gathered) >= min(memory.at_once, 1 << max(0, self._launches - 1)):
+                    self._launch(memory)
             case _:
                 raise ManifestMismatch("rank 0 sent what is none of the group's messages")
-        self._flying.append(op)
         return True
 
     def _require(self, number: int, same_kind: bool) -> None:
@@ -522,7 +568,8 @@ class IpcGroup(BroadcastGroup):
                 f"rank {self._rank} is at another operation ({self._queue[0].number}) than rank 0 ({number})"
             )
 
-    def _copy(self, memory: Memory, op: _Op, message: dict[str, Any]) -> None:
+    def _find(self, op: _Op, message: dict[str, Any]) -> None:
+        """Where the bytes of an operation are."""
         assert op.views is not None
         sizes = [view.nbytes for view in op.views]
         match message:
@@ -544,13 +591,32 @@ class IpcGroup(BroadcastGroup):
                     self._places[self._position] = place
             case _:
                 raise ManifestMismatch(f"rank 0 speaks of an earlier operation that rank {self._rank} does not know")
-        into = [view if view.dtype is torch.uint8 and view.dim() == 1 else bytes_view(view) for view in op.views]
-        for first, last in _parts(sizes, memory.batch_nbytes):
+        op.place = place
+
+    def _launch(self, memory: Memory) -> None:
+        """Copy for all operations that are gathered."""
+        if not self._gathered:
+            return
+        into: list[torch.Tensor] = []
+        of: list[torch.Tensor] = []
+        sizes: list[int] = []
+        for op in self._gathered:
+            assert op.views is not None
+            assert op.place is not None
+            into += (v if v.dtype is torch.uint8 and v.dim() == 1 else bytes_view(v) for v in op.views)
+            of += op.place.sources
+            sizes += op.place.sizes
+        for first, last in _parts(sizes, memory.batch_nbytes, _FEW if self._launches == 0 else len(sizes)):
             if (error := self._raised()) is not None:
                 raise error
-            memory.copy(into[first:last], place.sources[first:last])
+            memory.copy(into[first:last], of[first:last])
+        mark = memory.mark()
+        for op in self._gathered:
+            op.mark, op.place = mark, None
         self.counts.copied += sum(sizes)
-        op.mark = memory.mark()
+        self._launches += 1
+        self._flying += self._gathered
+        self._gathered.clear()
 
     def _other_sizes(self, sizes: Sequence[int]) -> ManifestMismatch:
         return ManifestMismatch(
@@ -565,7 +631,7 @@ class IpcGroup(BroadcastGroup):
     # --- end ---------------------------------------------------------------------------------------------------
 
     def _busy(self) -> bool:
-        return bool(self._queue or self._flying)
+        return bool(self._queue or self._gathered or self._flying)
 
     def _sever(self) -> None:
         with self._state:
@@ -607,6 +673,7 @@ class IpcGroup(BroadcastGroup):
             self._places.clear()
             self._blocks.clear()
             self._queue.clear()
+            self._gathered.clear()
             self._flying.clear()
             self._inbox.clear()
             self._slots = (_Slot(), _Slot())
@@ -615,11 +682,11 @@ class IpcGroup(BroadcastGroup):
             self._using.release()
 
 
-def _parts(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at least one and otherwise at most ``limit`` bytes."""
+def _parts(sizes: Sequence[int], limit: int, few: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at least one and otherwise at most ``limit`` bytes, the first of them of at most ``few`` pieces."""
     first = used = 0
     for at, nbytes in enumerate(sizes):
-        if used and used + nbytes > limit:
+        if used and (used + nbytes > limit or at == few):
             yield first, at
             first, used = at, 0
         used += nbytes

@@ -56,6 +56,9 @@ class Memory(Protocol):
     batch_nbytes: int
     """Of one copy, behind which a receiver looks whether it is still wanted."""
 
+    at_once: int
+    """Chunks that a receiver launches together at most."""
+
     # at the sender
 
     def locate(self, view: torch.Tensor) -> tuple[str, int] | None:
@@ -123,6 +126,7 @@ class SharedMemory:
     """See :class:`Memory`."""
 
     batch_nbytes = 64 << 20
+    at_once = 1
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
