@@ -27,7 +27,7 @@ from twinkle_ray.digest import assemble
 from twinkle_ray.errors import ReplicaUnavailable, SyncError, TwinkleRayError
 from twinkle_ray.manifest import Manifest, TensorMeta, agree_cuts
 from twinkle_ray.types import Deadline
-from twinkle_ray.vllm.engine import adapt
+from twinkle_ray.vllm.engine import adapt, encodes
 from twinkle_ray.vllm.loading import EngineSink
 from twinkle_ray.vllm.placement import record
 
@@ -511,6 +511,7 @@ def llm_engine(root: Path) -> dict[str, Any]:
         "other error": error_of(lambda: now(engine.call("nonsense", timeout_s=20))),
         "private": error_of(lambda: now(engine.call("_manifests", timeout_s=20))),
         "asleep": [now(engine.asleep())],
+        "encodes": encodes(llm.llm_engine.vllm_config),
     }
     alone = [[reason, len(ids)] for reason, ids in generate(llm, LONG)]
     facts["undisturbed"] = alone
@@ -613,6 +614,7 @@ async def _async_llm(root: Path) -> dict[str, Any]:
         "loop": engine.loop is asyncio.get_running_loop(),
         "describe": await engine.call("describe", timeout_s=20),
         "asleep": [await engine.asleep()],
+        "encodes": encodes(llm.vllm_config),
         "undisturbed": await client(),
     }
     try:

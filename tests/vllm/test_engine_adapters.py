@@ -18,6 +18,7 @@ def test_an_engine_is_known_for_what_it_is(probe: Probe, name: str) -> None:
     assert facts["kind"] == NAMES[name]
     assert facts["workers"] == len(facts["describe"]) == 1
     assert facts["loop"]
+    assert facts["encodes"] is False  # a model that reads text alone
 
 
 @EACH

@@ -364,7 +364,7 @@ class LLMEngine(_Adapters):
                 break
         else:
             raise SyncError("vLLM could not reset its prefix cache: requests still hold its blocks", phase="transfer")
-        if hasattr(engine, "reset_encoder_cache"):
+        if encodes(self._vllm_config) and hasattr(engine, "reset_encoder_cache"):
             self._ask("reset_encoder_cache", _GRACE_S * 2, engine.reset_encoder_cache)
         self.door.used = not self.door.idle  # a frozen request goes on later
 
@@ -634,7 +634,7 @@ class AsyncEngine(_Adapters):
                 break
         else:
             raise SyncError("vLLM could not reset its prefix cache: requests still hold its blocks", phase="transfer")
-        if hasattr(llm, "reset_encoder_cache"):
+        if encodes(self._vllm_config) and hasattr(llm, "reset_encoder_cache"):
             await _bounded(llm.reset_encoder_cache(), _GRACE_S * 2, "reset_encoder_cache")
 
     async def asleep(self) -> tuple[str, ...]:
@@ -816,6 +816,13 @@ def _mode(in_flight: str) -> str:
     if in_flight not in IN_FLIGHT:
         raise UnsupportedActor(f"in_flight must be one of {', '.join(IN_FLIGHT)}, not {in_flight!r}")
     return in_flight
+
+
+def encodes(vllm_config: Any) -> bool:
+    """Whether requests may bring what vLLM encodes with the weights and keeps: images and the like. Of a model that
+    reads text alone it keeps nothing, and to ask a child engine to drop that takes a millisecond."""
+    model = getattr(vllm_config, "model_config", None)
+    return any(getattr(model, name, True) for name in ("is_multimodal_model", "is_encoder_decoder"))
 
 
 def _reset_attempts(reset: Callable[..., Any]) -> list[dict[str, bool]]:
