@@ -145,6 +145,7 @@ class IpcGroup(BroadcastGroup):
         self._device = torch.device("cpu")
         self._peers: dict[int, _Peer] = {}
         self._last = 0  # number of the last operation that was asked for
+        self._barrier = 0  # and of the last barrier
         self._queue: deque[_Op] = deque()  # not begun: not published, or (at a receiver) not heard of
         self._gathered: list[_Op] = []  # at a receiver: to be launched together
         self._flying: deque[_Op] = deque()  # begun, not known to have ended
@@ -227,14 +228,16 @@ class IpcGroup(BroadcastGroup):
 
     def _ask(self, views: list[torch.Tensor] | None) -> None:
         self._last += 1
+        if views is None:
+            self._barrier = self._last
         op = _Op(self._last, views)
-        if self._rank == 0 and self._memory is not None:
-            if views is not None:
-                op.mark = self._memory.mark()  # now: when its turn comes it may have passed
-            else:  # while the others come to the barrier
-                self._drop_dead(self._memory)
+        sent = self._memory if self._rank == 0 else None
+        if sent is not None and views is not None:
+            op.mark = sent.mark()  # now: when its turn comes it may have passed
         self._queue.append(op)
         self._advance(waiting=False)
+        if sent is not None and self._last == self._barrier + 1:
+            self._drop_dead(sent)  # while the others copy the first chunk, or come to the barrier
         if views is None and self._rank and self._queue:
             self._peers[0].link.post({"here": self._last})
 
