@@ -210,6 +210,7 @@ def receive(
                 if step.live or (step.staged and sink.in_place):
                     operation.touch()
                 flight.launch(fill(step), src=source, frees=step.ends_nbytes)
+        group.flush()
         if last:
             operation.launched.set()
         while flight.chunks:

@@ -15,6 +15,7 @@ import torch
 from tests.actors import Probed, Rollout, RolloutBase, Trainer, TrainerBase, at_launch, die, no_power
 from tests.ray.test_sharded import ShardedTrainer, Uneven
 from twinkle_ray import CheckpointEngineManager, ConfigError, PeerLost, SyncError, SyncTimeout
+from twinkle_ray.backends.link import wait
 from twinkle_ray.types import Contents, RolloutStatus
 
 
@@ -197,7 +198,7 @@ class LateRollout(RolloutBase):
     def start_checkpoint(self, key: str, op: str, request: dict[str, Any], wait_s: float = 0.0) -> Any:
         if op == "receive" and self.late and group_of(self)._opened:
             self.late = False
-            time.sleep(0.5)
+            wait([group_of(self)._peers[0].link], 30.0)
             group_of(self).let_go()
         return super().start_checkpoint(key, op, request, wait_s)
 

@@ -333,18 +333,6 @@ def test_a34_launches_are_by_bytes_not_by_tensors(actors: Any, count: int) -> No
     assert equal(trainer, rollout)
 
 
-@pytest.mark.cpu("speed means nothing on the stand-in")
-def test_a34_four_hundred_small_tensors_cost_what_one_large_one_costs(actors: Any) -> None:
-    trainer, rollout = actors(Trainer, 1), actors(Rollout, 5)
-    best: dict[int, float] = {}
-    for count in (1, 400):
-        get([actor.call.remote(hold(in_parts(count), seed)) for seed, actor in enumerate((trainer, rollout))])
-        with CheckpointEngineManager([trainer], [rollout], timeout_s=60, bucket_size=256 << 10) as manager:
-            best[count] = min(manager.sync_weights().seconds for _ in range(25))
-        assert equal(trainer, rollout)
-    assert best[400] < 3 * best[1]  # 2.0 to 2.2 on two busy cores
-
-
 def test_a35_a_good_sync_is_one_line_and_says_what_each_rollout_got(
     actors: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -62,6 +62,8 @@ class Driver:
     def open(self, handle: bytes) -> int:
         base = int.from_bytes(handle, "big")
         assert base in self.allocations
+        if self.opened.count(base) > self.closed.count(base):
+            raise SyncError("cuIpcOpenMemHandle_v2 failed with CUDA_ERROR_ALREADY_MAPPED", phase="transfer")
         self.opened.append(base)
         return base
 
@@ -181,7 +183,10 @@ def test_each_allocation_is_opened_once_whatever_lies_in_it(pair: Pair) -> None:
     assert pair.runtimes[1].joins == 3  # what follows on the receiver's stream waits for the copies
 
 
-def test_an_address_that_comes_again_is_another_allocation(pair: Pair) -> None:
+@pytest.mark.parametrize("polls", [1, 3])
+def test_an_address_that_comes_again_is_another_allocation(pair: Pair, polls: int) -> None:
+    for runtime in pair.runtimes:  # once the sender's device idles, so that the first chunk is named at once
+        runtime.polls = polls
     segment = pair.segment(4096)
     chunk = [segment[64:128]]
     pair.sync(chunk)
@@ -310,13 +315,32 @@ def test_a_copy_that_was_only_gathered_is_not_made_when_the_sync_has_failed(pair
         receiver.broadcast_many([part])
     assert len(receiver._gathered) == 1
     launched = len(pair.runtimes[1].launches)
+    with pytest.raises(SyncError, match="in an operation that has not ended"):
+        receiver.let_go()
+    assert pair.driver.closed == []
     sender.abort("for once")
     receiver.abort("for once")
     with pytest.raises(SyncError):
         receiver.synchronize(Deadline.after(10))
-    receiver.let_go()
     assert len(pair.runtimes[1].launches) == launched
     assert not mine[2].any()
+
+
+def test_whoever_is_told_of_a_failure_amid_a_launch_finds_no_copy_under_way(pair: Pair) -> None:
+    segment = pair.segment(4096)
+    runtime = pair.runtimes[1]
+    real = runtime.copy
+
+    def copy(into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
+        if runtime.launches:
+            raise RuntimeError("CUDA error: out of memory")
+        real(into, of)
+
+    runtime.copy = copy  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match="out of memory"):
+        ahead(pair, list(segment.split(64)))  # more than are launched first
+    assert runtime.launches == [16]
+    assert runtime.waiting == []
 
 
 class SlowDevice(Runtime):

@@ -10,7 +10,7 @@ import pytest
 
 from twinkle_ray.vllm.engine import AsyncEngine, LLMEngine
 
-TEXT = {"is_multimodal_model": False, "is_encoder_decoder": False}
+TEXT = {"runner_type": "generate", "is_multimodal_model": False, "is_encoder_decoder": False}
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,12 @@ TEXT = {"is_multimodal_model": False, "is_encoder_decoder": False}
         (TEXT, ["prefix"]),
         ({**TEXT, "is_multimodal_model": True}, ["prefix", "encoder"]),
         ({**TEXT, "is_encoder_decoder": True}, ["prefix", "encoder"]),
-        ({}, ["prefix", "encoder"]),  # another vLLM, which does not say
+        ({**TEXT, "runner_type": "pooling"}, ["prefix", "encoder"]),
+        ({"runner_type": "generate"}, ["prefix", "encoder"]),  # another vLLM, which does not say
     ],
 )
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_an_encoders_cache_is_reset_unless_there_is_none(kind: str, model: dict[str, bool], asked: list[str]) -> None:
+def test_an_encoders_cache_is_reset_unless_there_is_none(kind: str, model: dict[str, Any], asked: list[str]) -> None:
     heard: list[str] = []
 
     def reset(what: str) -> Any:

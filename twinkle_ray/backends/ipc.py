@@ -19,8 +19,9 @@ operations that every rank makes in the same order:
                          {"go": n}                                 the barrier that is operation n is open
                          {"at": n, "sizes": ..., "pieces": [number, offset, ...]}  where operation n's views are,
                          {"at": n, "as": k}                        or: as those of the k-th one behind the last barrier
-    receiver -> sender   {"here": n}, {"done": n}
-                         {"anew": true}                            it has closed all blocks; said before its next "here"
+    receiver -> sender   {"here": n}                               it has come to a barrier that is not open yet
+                         {"done": n}                               it has ended operation n and all before
+                         {"anew": true}                            it has closed all blocks
 
 A barrier opens when all have come to it. A single receiver need not be waited for: the bytes lie still until it reads
 them, which it does when it has come there itself. So it finds all that it has to know, and not a question that has to
@@ -28,7 +29,8 @@ go there and back.
 
 Nobody waits in :meth:`IpcGroup.broadcast_many` and :meth:`IpcGroup.rally`: what has to wait is done in
 :meth:`IpcGroup.settle` and :meth:`IpcGroup.synchronize`, by the calling thread. A receiver says that it is done when
-its copies have ended, so when the sender's ``synchronize`` returns nobody reads its memory any more.
+its copies have ended and it waits for that, so when the sender's ``synchronize`` returns nobody reads its memory any
+more.
 """
 
 from __future__ import annotations
@@ -145,7 +147,6 @@ class IpcGroup(BroadcastGroup):
         self._device = torch.device("cpu")
         self._peers: dict[int, _Peer] = {}
         self._last = 0  # number of the last operation that was asked for
-        self._barrier = 0  # and of the last barrier
         self._queue: deque[_Op] = deque()  # not begun: not published, or (at a receiver) not heard of
         self._gathered: list[_Op] = []  # at a receiver: to be launched together
         self._flying: deque[_Op] = deque()  # begun, not known to have ended
@@ -228,16 +229,14 @@ class IpcGroup(BroadcastGroup):
 
     def _ask(self, views: list[torch.Tensor] | None) -> None:
         self._last += 1
-        if views is None:
-            self._barrier = self._last
         op = _Op(self._last, views)
-        sent = self._memory if self._rank == 0 else None
-        if sent is not None and views is not None:
-            op.mark = sent.mark()  # now: when its turn comes it may have passed
+        if self._rank == 0 and self._memory is not None:
+            if views is not None:
+                op.mark = self._memory.mark()  # now: when its turn comes it may have passed
+            else:  # before a new block is named, which may have the address of one that is gone
+                self._drop_dead(self._memory)
         self._queue.append(op)
         self._advance(waiting=False)
-        if sent is not None and self._last == self._barrier + 1:
-            self._drop_dead(sent)  # while the others copy the first chunk, or come to the barrier
         if views is None and self._rank and self._queue:
             self._peers[0].link.post({"here": self._last})
 
@@ -253,14 +252,17 @@ class IpcGroup(BroadcastGroup):
             self._until(lambda: all(peer.here > self._last for peer in self._peers.values()), deadline)
             self._mustering = False
 
+    def flush(self) -> None:
+        self._check()
+        self._guarded(lambda: self._launch(self._memory) if self._memory is not None else None)
+
     def let_go(self) -> None:
+        reading = f"rank {self._rank} of group {self._group_name} is still reading the sender's memory"
         if not self._using.acquire(timeout=_EXIT_S):
-            raise SyncError(
-                f"rank {self._rank} of group {self._group_name} is still reading the sender's memory, in an operation "
-                "that was given up",
-                phase="offload",
-            )
+            raise SyncError(f"{reading}, in an operation that was given up", phase="offload")
         try:
+            if self._rank and self._busy() and self.failure is None:
+                raise SyncError(f"{reading}, in an operation that has not ended", phase="offload")
             if self._rank and self._memory is not None and self._opened:
                 self._drop(self._memory, set(self._opened))
                 self._anew = True
@@ -373,7 +375,6 @@ class IpcGroup(BroadcastGroup):
                         self._anew = True
                     case {"done": int(number)}:
                         peer.done = number
-                        peer.here = max(peer.here, number)
                     case _:
                         raise ManifestMismatch(f"rank {rank} answered with what is none of the group's messages")
         return moved
@@ -609,17 +610,19 @@ class IpcGroup(BroadcastGroup):
             into += (v if v.dtype is torch.uint8 and v.dim() == 1 else bytes_view(v) for v in op.views)
             of += op.place.sources
             sizes += op.place.sizes
-        for first, last in _parts(sizes, memory.batch_nbytes, _FEW if self._launches == 0 else len(sizes)):
-            if (error := self._raised()) is not None:
-                raise error
-            memory.copy(into[first:last], of[first:last])
-        mark = memory.mark()
-        for op in self._gathered:
-            op.mark, op.place = mark, None
-        self.counts.copied += sum(sizes)
-        self._launches += 1
-        self._flying += self._gathered
-        self._gathered.clear()
+        try:
+            for first, last in _parts(sizes, memory.batch_nbytes, _FEW if self._launches == 0 else len(sizes)):
+                if (error := self._raised()) is not None:
+                    raise error
+                memory.copy(into[first:last], of[first:last])
+                self.counts.copied += sum(sizes[first:last])
+        finally:  # also what was launched before a failure is on its way
+            mark = memory.mark()
+            for op in self._gathered:
+                op.mark, op.place = mark, None
+            self._launches += 1
+            self._flying += self._gathered
+            self._gathered.clear()
 
     def _other_sizes(self, sizes: Sequence[int]) -> ManifestMismatch:
         return ManifestMismatch(

@@ -8,6 +8,7 @@ two ends that both have much to say cannot hold each other up. Whoever waits pol
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -30,6 +31,8 @@ _LENGTH = struct.Struct("<I")
 _LIMIT = 64 << 20
 _READ = 1 << 18
 _HELLO_S = 5.0
+_CROWDED_S = 1e-3
+"""Seconds to wait where this user has as many descriptors under way, in all links, as it may have open (unix(7))."""
 
 
 class Link:
@@ -76,6 +79,11 @@ class Link:
                 sent = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
             except (BlockingIOError, InterruptedError):
                 return
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+                time.sleep(_CROWDED_S)
+                return
             for fd in fds:
                 os.close(fd)
             if sent == len(data):
@@ -94,6 +102,8 @@ class Link:
                 data, fds, _, _ = socket.recv_fds(self._sock, _READ, FDS, socket.MSG_CMSG_CLOEXEC)
             except (BlockingIOError, InterruptedError):
                 break
+            except ConnectionResetError:  # it left before it had read all; what it said is here
+                data, fds = b"", []
             self._fds += fds
             self._over = not data
             self._in += data

@@ -819,9 +819,12 @@ def _mode(in_flight: str) -> str:
 
 
 def encodes(vllm_config: Any) -> bool:
-    """Whether requests may bring what vLLM encodes with the weights and keeps: images and the like. Of a model that
-    reads text alone it keeps nothing, and to ask a child engine to drop that takes a millisecond."""
+    """Whether requests may bring what vLLM encodes with the weights and keeps: images and the like, and queries of
+    models that pool. Of one that generates and reads text alone it keeps nothing, and to ask a child engine to drop
+    that takes a millisecond."""
     model = getattr(vllm_config, "model_config", None)
+    if getattr(model, "runner_type", None) != "generate":
+        return True
     return any(getattr(model, name, True) for name in ("is_multimodal_model", "is_encoder_decoder"))
 
 
