@@ -68,6 +68,9 @@ class Feed:
         assert all(end <= later for (_, end), (later, _) in pairwise(places)), "a rank would pass on mixed bytes"
         self.under_way.append(flying)
 
+    def flush(self) -> None:
+        pass
+
     def settle(self, deadline: Deadline, leave: int) -> None:
         while len(self.under_way) > leave:
             for view, content in self.under_way.popleft():
