@@ -281,8 +281,7 @@ class _Runtime:
         stream = self._streams[self._turn]
         self._turn = (self._turn + 1) % len(self._streams)
         self._unmarked.append(stream)
-        if not (current := torch.cuda.current_stream(self._device)).query():
-            stream.wait_stream(current)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         places = [[tensor.data_ptr() for tensor in tensors] for tensors in (into, of)]
         if self._driver.copy_many(*places, [tensor.nbytes for tensor in into], stream.cuda_stream):
             return
@@ -298,10 +297,7 @@ class _Runtime:
                 torch._foreach_copy_(small[0], small[1])
 
     def mark(self) -> Any:
-        current = torch.cuda.current_stream(self._device)
-        if not self._unmarked and current.query():
-            return []  # an event would take its turn on a device that is copying for another process by now
-        streams = self._unmarked or [current]
+        streams = self._unmarked or [torch.cuda.current_stream(self._device)]
         self._unmarked = []
         events = [self._cuda.Event() for _ in streams]
         for event, stream in zip(events, streams, strict=True):
