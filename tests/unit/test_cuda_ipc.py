@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from twinkle_ray.backends import cuda_memory
+from twinkle_ray.backends import cuda_memory, ipc
 from twinkle_ray.backends.cuda_memory import CudaMemory
 from twinkle_ray.backends.ipc import IpcGroup, _Peer
 from twinkle_ray.backends.link import Link
@@ -32,6 +32,7 @@ class Driver:
         self.handles: list[int] = []
         self.opened: list[int] = []
         self.closed: list[int] = []
+        self.asked = 0
 
     def put(self, memory: Any, base: int, size: int, legacy: bool = True) -> None:
         """What an allocator does."""
@@ -47,6 +48,7 @@ class Driver:
         return found[0], found[1][1]
 
     def buffer_id(self, address: int) -> int | None:
+        self.asked += 1
         found = self._at(address)
         return None if found is None else found[1][2]
 
@@ -200,6 +202,61 @@ def test_an_address_that_comes_again_is_another_allocation(pair: Pair, polls: in
     assert pair.groups[0].counts.repeated == 0
     assert equal(pair.sync(chunk), chunk)
     assert pair.groups[0].counts.repeated == 1
+
+
+def thousands(pair: Pair) -> list[list[torch.Tensor]]:
+    """Chunks of a model whose tensors lie in more blocks than are looked at ahead of one sync."""
+    return [[pair.segment(16) for _ in range(60)] for _ in range(10)]
+
+
+def test_few_blocks_are_looked_at_before_anything_is_on_its_way(pair: Pair) -> None:
+    chunks = thousands(pair)
+    pair.sync(*chunks)
+    sender, driver = pair.groups[0], pair.driver
+    before = driver.asked
+    assert equal(pair.sync(*chunks), *chunks)
+    assert 600 <= driver.asked - before <= 600 + ipc._LOOKED_AT  # each one as it is sent
+    before = driver.asked
+    sender.rally()
+    assert not sender._queue  # the receiver may begin
+    assert driver.asked - before <= ipc._LOOKED_AT
+    pair.groups[1].rally()
+    for group in pair.groups[1], sender:
+        group.synchronize(Deadline.after(10))
+
+
+@pytest.mark.parametrize("at", [0, 5, 9])
+def test_a_block_that_came_again_amid_a_stream_is_closed_when_the_copies_before_it_have_ended(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    chunks = thousands(pair)
+    pair.sync(*chunks)
+    pair.sync(*chunks)  # now others than the first ones would be looked at first
+    driver, again = pair.driver, chunks[at][30]
+    address = again.data_ptr()
+    del driver.allocations[address]
+    driver.put(again, address, 16)
+
+    def close(base: int) -> None:
+        assert not pair.runtimes[1].waiting
+        driver.closed.append(base)
+
+    monkeypatch.setattr(driver, "close", close)
+    for _ in range(2):
+        again.add_(1)
+        assert equal(pair.sync(*chunks), *chunks)
+    assert driver.closed == [address]
+    assert driver.opened.count(address) == 2
+
+
+def test_a_block_that_is_used_no_more_is_let_go_within_a_few_syncs(pair: Pair) -> None:
+    chunks = thousands(pair)
+    pair.sync(*chunks)
+    gone = chunks[9][59].data_ptr()
+    del pair.driver.allocations[gone]
+    for _ in range(-(-600 // ipc._LOOKED_AT)):
+        assert equal(pair.sync(chunks[0]), chunks[0])
+    assert pair.driver.closed == [gone]
 
 
 def test_expandable_segments_go_through_two_slots_of_our_own(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:

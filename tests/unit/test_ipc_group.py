@@ -420,6 +420,36 @@ def test_thousands_of_chunks_and_storages() -> None:
     assert receiver < 40  # mapped without keeping descriptors
 
 
+def remembered(seat: Seat, count: int) -> Any:
+    """How often a sender asks of a storage whether it is gone, per storage."""
+    asked = 0
+    dead = memories._Weak.dead
+
+    def counted(self: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return bool(dead.fget(self))  # type: ignore[attr-defined]
+
+    memories._Weak.dead = property(counted)  # type: ignore[assignment, method-assign]
+    group = joined(seat)
+    mine = [torch.full((3,), n + 1.0) if seat.rank == 0 else torch.zeros(3) for n in range(count)]
+    if seat.rank == 0:
+        group.host(mine)
+    group.rally()
+    group.broadcast_many(mine)
+    group.synchronize(Deadline.after(30))
+    assert mine[-1].tolist() == [count] * 3
+    group.destroy_group()
+    return asked / count
+
+
+def test_what_is_remembered_of_thousands_of_storages_is_not_looked_through_for_each_of_them() -> None:
+    with members(remembered, 2, 4000) as people:
+        introduce(people)
+        sender, _ = results(people, 60)
+    assert 0 < sender < 20
+
+
 # --- order and mistakes ------------------------------------------------------------------------------------------
 
 

@@ -72,6 +72,8 @@ class CudaDriver:
             ) from None
         self._attribute = self._lib.cuPointerGetAttribute
         self._attribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+        self._found = ctypes.c_uint64()
+        self._into_found = ctypes.byref(self._found)  # made once, since thousands of blocks are asked about
         self._context = ctypes.c_void_p()
         self._do("cuCtxGetCurrent", ctypes.byref(self._context))
 
@@ -91,9 +93,7 @@ class CudaDriver:
 
     def buffer_id(self, address: int) -> int | None:
         """A number that no other allocation of this process ever has; ``None``: nothing is allocated there."""
-        found = ctypes.c_uint64()
-        code = self._attribute(ctypes.byref(found), self._BUFFER_ID, address)
-        return None if code else found.value
+        return None if self._attribute(self._into_found, self._BUFFER_ID, address) else self._found.value
 
     def exportable(self, address: int) -> bool:
         """Whether it was allocated in a way that IPC handles can be made of: not by expandable segments."""
@@ -174,7 +174,7 @@ class CudaMemory:
         self.device = device
         self._driver = driver if driver is not None else CudaDriver()
         self._runtime = runtime if runtime is not None else _Runtime(device, self._driver)
-        self._blocks: dict[str, tuple[int, int]] = {}  # base and size, by name
+        self._blocks: dict[str, tuple[int, int, int | None]] = {}  # base, size and number, by name
         self._last = (0, 0, "")
         self._said = False
 
@@ -186,8 +186,9 @@ class CudaMemory:
                 self._say()
                 return None
             base, size = self._driver.address_range(address)
-            name = f"{base:x}:{self._driver.buffer_id(base)}"
-            self._blocks[name] = base, size
+            number = self._driver.buffer_id(base)
+            name = f"{base:x}:{number}"
+            self._blocks[name] = base, size, number
             self._last = base, base + size, name
         return name, address - base
 
@@ -202,13 +203,13 @@ class CudaMemory:
 
     def alive(self, name: str) -> bool:
         block = self._blocks.get(name)
-        if block is not None and f"{block[0]:x}:{self._driver.buffer_id(block[0])}" == name:
+        if block is not None and block[2] is not None and self._driver.buffer_id(block[0]) == block[2]:
             return True
         self._blocks.pop(name, None)
         return False
 
     def export(self, name: str) -> Export:
-        base, size = self._blocks[name]
+        base, size, _ = self._blocks[name]
         return Export(size, self._driver.handle(base).hex())
 
     def slot(self, nbytes: int) -> torch.Tensor:

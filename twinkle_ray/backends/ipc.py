@@ -65,6 +65,9 @@ _POSITIONS = 4096
 """Operations behind a barrier of which both ends remember where their views were."""
 _SLICE_S = 1.0
 _SPIN_S = 50e-6
+_LOOKED_AT = 256
+"""Blocks that are looked at ahead of each sync, in turn: a model of many small tensors has thousands, and while they
+are looked at nothing is on its way."""
 _FEW = 16
 """Copies that a receiver launches first: an idle device begins with them while the driver takes in the others, some
 5 us for each."""
@@ -155,6 +158,7 @@ class IpcGroup(BroadcastGroup):
         self._places: dict[int, _Place] = {}
         self._blocks: dict[str, int] = {}  # at the sender: numbers by name
         self._numbers = 0
+        self._swept = False  # behind the last barrier
         self._opened: dict[int, torch.Tensor] = {}  # at a receiver, by number
         self._slots = (_Slot(), _Slot())
         self._turn = 0
@@ -233,8 +237,8 @@ class IpcGroup(BroadcastGroup):
         if self._rank == 0 and self._memory is not None:
             if views is not None:
                 op.mark = self._memory.mark()  # now: when its turn comes it may have passed
-            else:  # before a new block is named, which may have the address of one that is gone
-                self._drop_dead(self._memory)
+            else:
+                self._look_for_dead(self._memory)
         self._queue.append(op)
         self._advance(waiting=False)
         if views is None and self._rank and self._queue:
@@ -429,6 +433,8 @@ class IpcGroup(BroadcastGroup):
         if staged and not self._stage(memory, op, staged, found):
             return False
         names = {one[0] for one in found if one is not None}
+        if not (self._swept or names <= self._blocks.keys()):
+            self._drop_dead(memory)  # first, since a new block may have the address of one that is gone
         self._open([name for name in names if name not in self._blocks], memory)
         pieces: list[int] = []
         for one in found:
@@ -488,7 +494,18 @@ class IpcGroup(BroadcastGroup):
                     fds.append(export.fd)
             self._tell({"open": opened}, fds)
 
+    def _look_for_dead(self, memory: Memory) -> None:
+        """Ahead of a sync, when nothing is on its way. All blocks that are used in it are looked at again."""
+        self._swept = False
+        some = list(islice(self._blocks, _LOOKED_AT))
+        if not all(map(memory.alive, some)):
+            self._drop_dead(memory)
+        elif len(some) < len(self._blocks):
+            for name in some:
+                self._blocks[name] = self._blocks.pop(name)  # now the last one
+
     def _drop_dead(self, memory: Memory) -> None:
+        self._swept = True
         dead = [name for name in self._blocks if not memory.alive(name)]
         if dead:
             self._tell({"drop": [self._blocks.pop(name) for name in dead]})
@@ -527,7 +544,7 @@ class IpcGroup(BroadcastGroup):
         return moved
 
     def _handle(self, memory: Memory, link: Link, message: dict[str, Any]) -> bool:
-        """``False``: it is about an operation that this rank has not come to."""
+        """``False``: not now; it is about an operation that this rank has not come to, or one has to end first."""
         match message:
             case {"open": list(blocks)}:
                 for number, nbytes, handle in blocks:
@@ -537,6 +554,8 @@ class IpcGroup(BroadcastGroup):
                 return True
             case {"drop": list(numbers)}:
                 self._launch(memory)
+                if not all(map(self._passed, self._flying)):
+                    return False  # a copy may read from them
                 self._drop(memory, set(numbers))
                 self._anew = self._anew and "anew" not in message
                 return True

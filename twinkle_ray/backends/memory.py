@@ -122,6 +122,10 @@ SMALL = 64 << 10
 model may have tens of thousands of them, and each shared one holds a descriptor of its process."""
 
 
+_FORGET_AT = 64
+"""Storages that are remembered before it is looked at which of them are gone."""
+
+
 class SharedMemory:
     """See :class:`Memory`."""
 
@@ -137,6 +141,7 @@ class SharedMemory:
         self._known: dict[str, tuple[_Weak, Export]] = {}
         self._names: dict[int, str] = {}  # by address
         self._refused: dict[int, _Weak] = {}  # that cannot be moved, by address
+        self._forget_at = _FORGET_AT
         self._said = False
 
     def locate(self, view: torch.Tensor) -> tuple[str, int] | None:
@@ -158,7 +163,9 @@ class SharedMemory:
         if found.st_size < nbytes:
             return None
         name = f"{found.st_dev}:{found.st_ino}"
-        self._forget_dead()
+        if len(self._known) + len(self._refused) >= self._forget_at:  # not each time: there may be tens of thousands
+            self._forget_dead()
+            self._forget_at = _FORGET_AT + 2 * (len(self._known) + len(self._refused))
         self._known[name] = _Weak(storage), Export(nbytes, fd=fd)
         self._names[address] = name
         return name
