@@ -185,6 +185,7 @@ class WorkerSide:
             group = operation.group
             if group is None:
                 raise SyncError("this worker is in no sync group", phase="transfer")
+            group.rally()
             came = Announced.from_json(receive_frame(group, 0, operation.deadline))
             base, adapter = came.base, came.adapter
             if base is not None:
@@ -387,6 +388,7 @@ def announce(operation: Operation, group: SyncGroup, content: dict[str, Any]) ->
         content: ``bucket_size``; ``base`` with its ``manifest``, ``kind`` and ``base_id``, or ``None``; ``adapter``
             with its ``name``, ``config``, ``manifest`` and the ``base_id`` that it belongs to, or ``None``.
     """
+    group.assemble(operation.deadline)  # as each operation begins: some groups agree there about what is open
     send_frame(group, 0, content, operation.deadline)
 
 

@@ -217,6 +217,22 @@ def test_a_rollout_that_lets_go_too_late_is_agreed_with_anew(actors: Any) -> Non
     ray.kill(rollout)
 
 
+def test_the_seeds_calls_in_a_managers_group_find_what_was_let_go(actors: Any) -> None:
+    trainer, rollout = actors(Trainer, 1), actors(Rollout, 5)
+    with manage([trainer], [rollout]) as manager:
+        manager.sync_weights()
+        for step in (2, 3, 4):
+            get(trainer.step.remote(step))
+            manager.offload_trainers()  # what was open is closed, which the trainer hears of in its next sync
+            get(
+                [
+                    trainer.send_checkpoint_weights.remote(),
+                    rollout.receive_checkpoint_weights.remote(base_sync_done=False, peft_config=None),
+                ]
+            )
+            same(trainer, [rollout])
+
+
 def test_the_memory_of_a_trainer_that_sends_no_more_is_open_nowhere(actors: Any) -> None:
     before, after, rollouts = actors(Trainer, 1), actors(Trainer, 2), [actors(Rollout, seed) for seed in (5, 6)]
     with manage([before], rollouts) as manager:

@@ -14,6 +14,7 @@ import pytest
 pytestmark = pytest.mark.cpu("the two nodes that it makes have no NPUs")
 
 
+@pytest.mark.soak
 def test_a_node_that_is_lost(root: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="tw-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         done = subprocess.run(

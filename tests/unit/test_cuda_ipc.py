@@ -6,6 +6,7 @@ import ctypes
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -247,6 +248,71 @@ def test_a_block_that_came_again_amid_a_stream_is_closed_when_the_copies_before_
         assert equal(pair.sync(*chunks), *chunks)
     assert driver.closed == [address]
     assert driver.opened.count(address) == 2
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_an_address_that_comes_again_and_again_within_one_sync(pair: Pair, known: bool) -> None:
+    """A tensor is made for each chunk, and the allocator gives its memory back and gets it again in between."""
+    fixed, made = pair.segment(64), pair.segment(64)
+    address = made.data_ptr()
+    before = [[fixed], [made]] if known else [[fixed]]
+    assert equal(pair.sync(*before), *before)
+    sender, receiver = pair.groups
+    got = [torch.zeros(64, dtype=torch.uint8) for _ in range(3)]
+    errors: list[BaseException] = []
+
+    def receive() -> None:
+        try:
+            receiver.rally()
+            for part in got:
+                receiver.broadcast_many([part])
+            receiver.synchronize(Deadline.after(10))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    sender.rally()
+    for number in range(3):
+        if number:
+            del pair.driver.allocations[address]
+            pair.driver.put(made, address, 64)
+        made.fill_(number + 1)
+        sender.broadcast_many([made])
+        sender.settle(Deadline.after(10), 0)
+    sender.synchronize(Deadline.after(10))
+    thread.join(10)
+    assert not errors
+    assert [part.unique().tolist() for part in got] == [[1], [2], [3]]
+
+
+def test_a_sender_that_waits_for_a_slot_lets_the_driver_be(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = pair.segment(64 * 50, legacy=False)
+    chunks = [list(segment.split(64)) for _ in range(3)]
+    asked = 0
+    exportable = pair.driver.exportable
+
+    def counted(address: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return exportable(address)
+
+    monkeypatch.setattr(pair.driver, "exportable", counted)
+    sender, receiver = pair.groups
+    sender.rally()
+    for chunk in chunks:  # two slots, and nobody has come yet
+        sender.broadcast_many(chunk)
+    thread = threading.Thread(target=lambda: sender.synchronize(Deadline.after(10)))
+    thread.start()
+    time.sleep(0.3)
+    assert asked < 20 * sum(map(len, chunks))
+    got = [[torch.zeros_like(part) for part in chunk] for chunk in chunks]
+    receiver.rally()
+    for mine in got:
+        receiver.broadcast_many(mine)
+    receiver.synchronize(Deadline.after(10))
+    thread.join(10)
+    assert equal(got, *chunks)
 
 
 def test_a_block_that_is_used_no_more_is_let_go_within_a_few_syncs(pair: Pair) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
+import re
 import resource
 import tempfile
 import threading
@@ -17,6 +19,7 @@ import torch
 
 from tests.unit.members import Member, Seat, footprint, introduce, members, no_more, results
 from twinkle_ray.backends import ipc
+from twinkle_ray.backends import link as links
 from twinkle_ray.backends import memory as memories
 from twinkle_ray.errors import (
     BackendUnavailable,
@@ -162,6 +165,35 @@ def test_a_single_receiver_is_not_waited_for_and_of_two_none_goes_first(world_si
             people[0].say("end")
             results(people[:1])
     assert got == [float(world_size == 2)] * 10
+
+
+def slow_to_hear(seat: Seat) -> Any:
+    """A receiver that reads its welcome when the sender has said more already."""
+    if seat.rank:
+        hear = links._await_welcome
+
+        def late(*args: Any) -> None:
+            assert seat.hear() == "all is said"
+            hear(*args)
+
+        links._await_welcome = late  # type: ignore[assignment]
+    group = joined(seat)
+    mine = torch.full((10,), 1.0 - seat.rank)
+    group.rally()
+    group.broadcast_many([mine])
+    if seat.rank == 0:
+        seat.say("all is said")
+    group.synchronize(Deadline.after(10))
+    group.destroy_group()
+    return mine.sum().item()
+
+
+def test_what_the_sender_says_at_once_reaches_a_receiver_that_has_just_come() -> None:
+    with members(slow_to_hear, 2) as people:
+        introduce(people)
+        assert people[0].hear() == "all is said"
+        people[1].say("all is said")
+        assert results(people) == [10, 10]
 
 
 def many_chunks(seat: Seat) -> Any:
@@ -450,6 +482,47 @@ def test_what_is_remembered_of_thousands_of_storages_is_not_looked_through_for_e
     assert 0 < sender < 20
 
 
+def impatient(seat: Seat, what: str) -> Any:
+    """How often a sender goes round while it waits for one receiver, and another one that is done has said more."""
+    group = joined(seat)
+    mine = torch.full((10,), 1.0 - seat.rank)
+    rounds = 0
+    if seat.rank == 0:
+        advance = group._advance
+
+        def counted(**kwargs: Any) -> bool:
+            nonlocal rounds
+            rounds += 1
+            return bool(advance(**kwargs))
+
+        group._advance = counted
+    group.rally()
+    group.synchronize(Deadline.after(10))
+    group.broadcast_many([mine])
+    if seat.rank == 2:
+        assert seat.hear() == "go on"
+    group.synchronize(Deadline.after(10))
+    if seat.rank == 1:
+        group.rally() if what == "next operation" else group.let_go()
+    seat.say("done")
+    assert seat.hear() == "leave"
+    group.abort("the test has ended")
+    return rounds
+
+
+@pytest.mark.parametrize("what", ["next operation", "let go"])
+def test_a_sender_sleeps_while_it_waits_whatever_the_others_say(what: str) -> None:
+    with members(impatient, 3, what) as people:
+        introduce(people)
+        assert people[1].hear() == "done"
+        time.sleep(0.3)
+        people[2].say("go on")
+        assert [people[rank].hear() for rank in (0, 2)] == ["done"] * 2
+        for one in people:
+            one.say("leave")
+        assert results(people)[0] < 200
+
+
 # --- order and mistakes ------------------------------------------------------------------------------------------
 
 
@@ -598,6 +671,74 @@ class Sealed(memories.SharedMemory):
 
     def open(self, export: Any) -> Any:
         raise BackendUnavailable(f"handle {export.handle} cannot be opened here; use weight_sync_mode='nccl'")
+
+
+def left_alone(seat: Seat, what: str) -> Any:
+    """A sender that leaves in good order, and a receiver that had asked for something before."""
+    group = joined(seat)
+    mine = torch.full((10,), 1.0 - seat.rank)
+    if seat.rank == 0:
+        seat.say("here")
+        assert seat.hear() == "leave"
+        group.destroy_group()
+        return None
+    group.rally() if what == "rally" else group.broadcast_many([mine])
+    seat.say("asked")
+    assert seat.hear() == "go on"
+    until = time.monotonic() + 5
+    while group._memory is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    try:
+        group.synchronize(Deadline.after(10))
+    except SyncError as error:
+        return type(error).__name__, error.actors
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("what", ["rally", "broadcast"])
+def test_what_never_happened_since_the_sender_has_left_is_an_error(what: str) -> None:
+    with members(left_alone, 2, what) as people:
+        introduce(people)
+        assert [one.hear() for one in people] == ["here", "asked"]
+        people[0].say("leave")
+        assert results(people[:1]) == [None]
+        people[1].say("go on")
+        assert results(people[1:]) == [("PeerLost", ("rank 0",))]
+
+
+def sync(group: Any, mine: list[torch.Tensor]) -> None:
+    group.rally()
+    group.broadcast_many(mine)
+    group.synchronize(Deadline.after(10))
+
+
+def out_of_files(seat: Seat, who: int) -> Any:
+    group = joined(seat)
+    mine = [torch.full((3,), 1.0 - seat.rank) for _ in range(300)]
+    if seat.rank == 0:
+        group.host(mine)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if seat.rank == who:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 50, hard))
+    with pytest.raises(SyncError) as raised:
+        sync(group, mine)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    actors, text = raised.value.actors, str(raised.value)
+    group.destroy_group()
+    del group, mine, raised
+    gc.collect()
+    return actors, text, len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_whoever_may_open_no_more_files_is_the_one_that_is_named(who: int) -> None:
+    with members(out_of_files, 2, who) as people:
+        introduce(people)
+        found = results(people)
+    for actors, _, left in found:
+        assert actors == (f"rank {who}",)
+        assert left < 60
+    assert re.search("[Tt]oo many open files|no more files", found[who][1])
 
 
 def refused(seat: Seat) -> Any:

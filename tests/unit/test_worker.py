@@ -33,6 +33,8 @@ class Group:
     rank = 1
     failure = None
 
+    def rally(self) -> None: ...
+
     def abort(self, reason: str) -> None: ...
 
 

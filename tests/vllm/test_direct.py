@@ -13,8 +13,6 @@ from .models import KINDS, ODD, SEEDS
 
 pytestmark = pytest.mark.vllm
 
-DENSE = ("llama", "qwen3")
-
 
 @pytest.fixture(scope="session")
 def expected(checkpoints: Path) -> dict[str, Any]:
@@ -22,7 +20,7 @@ def expected(checkpoints: Path) -> dict[str, Any]:
     return json.loads((checkpoints / "expected.json").read_text())
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.soak), "qwen3"])
 def test_every_byte_of_a_dense_model_goes_straight(probe: Probe, expected: dict[str, Any], kind: str) -> None:
     for sync in probe("in_process", kind)["syncs"]:
         assert sync["report"]["direct_bytes"] == sync["report"]["nbytes"] > 0

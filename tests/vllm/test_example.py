@@ -109,6 +109,7 @@ def test_trainer_and_rollout_in_one_bundle_take_turns(root: Path, tmp_path: Path
     assert run.alive() == []
 
 
+@pytest.mark.soak
 def test_a_job_that_fails_fails_the_caller(root: Path, tmp_path: Path) -> None:
     run = Run(root, tmp_path, "--rollouts", "0")
 

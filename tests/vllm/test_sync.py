@@ -497,6 +497,10 @@ class TestChildProcess(Follows, InFlight, Fails, BadInput):
     def test_all_that_does_not_fit_is_named_and_nothing_changes(self, odd: Bench) -> None:
         super().test_all_that_does_not_fit_is_named_and_nothing_changes(odd)
 
+    @pytest.mark.soak
+    def test_an_engine_that_sleeps_is_named_before_a_byte_is_sent(self, odd: Bench) -> None:
+        super().test_an_engine_that_sleeps_is_named_before_a_byte_is_sent(odd)
+
     def test_on_one_device_each_byte_is_copied_once(self, bench: Bench) -> None:
         bench.load(2)
         with CheckpointEngineManager([bench.trainer], bench.rollouts, weight_sync_mode="ipc", timeout_s=60) as manager:

@@ -208,6 +208,9 @@ class CudaMemory:
         self._blocks.pop(name, None)
         return False
 
+    def address(self, name: str) -> object:
+        return name.partition(":")[0]
+
     def export(self, name: str) -> Export:
         base, size, _ = self._blocks[name]
         return Export(size, self._driver.handle(base).hex())

@@ -157,6 +157,7 @@ class IpcGroup(BroadcastGroup):
         self._position = 0
         self._places: dict[int, _Place] = {}
         self._blocks: dict[str, int] = {}  # at the sender: numbers by name
+        self._at: set[Any] = set()  # their addresses
         self._numbers = 0
         self._swept = False  # behind the last barrier
         self._opened: dict[int, torch.Tensor] = {}  # at a receiver, by number
@@ -297,7 +298,9 @@ class IpcGroup(BroadcastGroup):
                     )
                 # Of what is queued only the first is waited for, and if that is a barrier a message will tell.
                 busy = any(op.mark is not None for op in (*self._flying, *islice(self._queue, 1)))
-                wait((peer.link for peer in self._peers.values()), 0.0 if busy else min(_SLICE_S, deadline.remaining()))
+                # Nor for those who owe nothing: what they say of the next operation is not read now.
+                links = [peer.link for peer in self._peers.values() if self._owes(peer) or peer.link.unsent]
+                wait(links, 0.0 if busy else min(_SLICE_S, deadline.remaining()))
                 if busy:
                     time.sleep(_SPIN_S)
             if self._memory is not None:
@@ -309,10 +312,12 @@ class IpcGroup(BroadcastGroup):
         try:
             with self._using, torch.inference_mode():  # the only mode that may write to every kind of tensor
                 try:
+                    if self._memory is None:  # given back since it was asked: the sender has left
+                        self._check()
                     return work()
                 except TwinkleRayError as error:
                     failure = self._fail(error, tell=True)
-                except OSError as error:
+                except ConnectionError as error:
                     failure = self._broken(error)
                 except Exception as error:
                     failure = self._fail_locally(error)
@@ -364,12 +369,16 @@ class IpcGroup(BroadcastGroup):
             moved = True
         return moved
 
+    def _owes(self, peer: _Peer) -> bool:
+        """Whether anything has to come from there."""
+        return bool(self._rank) or peer.done < self._last or (self._mustering and peer.here <= self._last)
+
     def _listen(self) -> bool:
         """Whether anybody has said anything."""
         moved = False
         for rank, peer in self._peers.items():
-            if peer.done >= self._last and (not self._mustering or peer.here > self._last):
-                continue  # it owes nothing, and may leave before the others are through
+            if not self._owes(peer):
+                continue  # it may leave before the others are through
             for message in peer.link.take():
                 moved = True
                 match message:
@@ -399,13 +408,15 @@ class IpcGroup(BroadcastGroup):
             if self._anew:
                 self._tell({"drop": list(self._blocks.values()), "anew": True})
                 self._blocks.clear()
+                self._at.clear()
                 self._places.clear()
                 self._anew = False
             self._tell({"go": op.number})
             self._position = 0
             return True
-        if not memory.passed(op.mark):  # what made these bytes has not ended, and no stream orders two processes
+        if not self._passed(op):  # what made these bytes has not ended, and no stream orders two processes
             return False
+        op.mark = None
         position = self._position
         addresses = [view.data_ptr() for view in op.views]
         sizes = [view.nbytes for view in op.views]
@@ -422,7 +433,6 @@ class IpcGroup(BroadcastGroup):
         else:
             if not self._describe(memory, op, addresses, sizes):
                 return False
-        op.mark = None
         self._position += 1
         return True
 
@@ -433,9 +443,11 @@ class IpcGroup(BroadcastGroup):
         if staged and not self._stage(memory, op, staged, found):
             return False
         names = {one[0] for one in found if one is not None}
-        if not (self._swept or names <= self._blocks.keys()):
-            self._drop_dead(memory)  # first, since a new block may have the address of one that is gone
-        self._open([name for name in names if name not in self._blocks], memory)
+        if new := [name for name in names if name not in self._blocks]:
+            # First, since no two blocks of one address can be open.
+            if not (self._swept and self._at.isdisjoint(map(memory.address, new))):
+                self._drop_dead(memory)
+            self._open(new, memory)
         pieces: list[int] = []
         for one in found:
             assert one is not None
@@ -488,6 +500,7 @@ class IpcGroup(BroadcastGroup):
             for name in names[first : first + FDS]:
                 self._numbers += 1
                 self._blocks[name] = self._numbers
+                self._at.add(memory.address(name))
                 export = memory.export(name)
                 opened.append([self._numbers, export.nbytes, export.handle])
                 if export.fd >= 0:
@@ -509,6 +522,7 @@ class IpcGroup(BroadcastGroup):
         dead = [name for name in self._blocks if not memory.alive(name)]
         if dead:
             self._tell({"drop": [self._blocks.pop(name) for name in dead]})
+            self._at = set(map(memory.address, self._blocks))
             self._places = {at: place for at, place in self._places.items() if place.names.isdisjoint(dead)}
 
     def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
@@ -697,6 +711,7 @@ class IpcGroup(BroadcastGroup):
                 self._drop(self._memory, set(self._opened))
             self._places.clear()
             self._blocks.clear()
+            self._at.clear()
             self._queue.clear()
             self._gathered.clear()
             self._flying.clear()

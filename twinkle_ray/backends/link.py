@@ -65,10 +65,18 @@ class Link:
             fds: descriptors that go with it, at most :data:`FDS`; the message must say how many. They are duplicated.
 
         Raises:
-            OSError: the other end is gone.
+            ConnectionError: the other end is gone.
+            OSError: this process cannot, as without descriptors left.
         """
         body = json.dumps(message, separators=(",", ":")).encode()
-        self._out.append((memoryview(_LENGTH.pack(len(body)) + body), [os.dup(fd) for fd in fds]))
+        copies: list[int] = []
+        try:
+            copies.extend(map(os.dup, fds))
+        except OSError:
+            for fd in copies:
+                os.close(fd)
+            raise
+        self._out.append((memoryview(_LENGTH.pack(len(body)) + body), copies))
         self.flush()
 
     def flush(self) -> None:
@@ -91,24 +99,27 @@ class Link:
             else:
                 self._out[0] = data[sent:], []
 
-    def take(self) -> list[dict[str, Any]]:
-        """The messages that are there.
+    def take(self, most: int | None = None) -> list[dict[str, Any]]:
+        """The messages that are there; with ``most`` the first ones, and the others the next time.
 
         Raises:
-            OSError: the other end is gone, or sent what is none of ours.
+            ConnectionError: the other end is gone, or sent what is none of ours.
+            OSError: this process has no descriptor left for one that came.
         """
         while not self._over:
             try:
-                data, fds, _, _ = socket.recv_fds(self._sock, _READ, FDS, socket.MSG_CMSG_CLOEXEC)
+                data, fds, flags, _ = socket.recv_fds(self._sock, _READ, FDS, socket.MSG_CMSG_CLOEXEC)
             except (BlockingIOError, InterruptedError):
                 break
             except ConnectionResetError:  # it left before it had read all; what it said is here
-                data, fds = b"", []
+                data, fds, flags = b"", [], 0
             self._fds += fds
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, "this process may open no more files (ulimit -n), and some came to it")
             self._over = not data
             self._in += data
-        messages = []
-        while len(self._in) >= _LENGTH.size:
+        messages: list[dict[str, Any]] = []
+        while len(self._in) >= _LENGTH.size and (most is None or len(messages) < most):
             (length,) = _LENGTH.unpack_from(self._in)
             if length > _LIMIT:
                 raise ConnectionError("it sent what is none of our messages")
@@ -270,7 +281,7 @@ def call(address: str, rank: int, deadline: Deadline, interrupted: Callable[[], 
 
 
 def _await_welcome(link: Link, deadline: Deadline, interrupted: Callable[[], BaseException | None]) -> None:
-    while not link.take():
+    while not link.take(1):  # behind it the first operations may have come
         if (error := interrupted()) is not None:
             raise error
         if deadline.expired:

@@ -70,6 +70,10 @@ class Memory(Protocol):
         """Whether a block that was located is still there and still the same one."""
         ...
 
+    def address(self, name: str) -> object:
+        """What no two blocks have that are there at once, but one may have after another."""
+        ...
+
     def export(self, name: str) -> Export:
         """For a block that was just located."""
         ...
@@ -163,22 +167,27 @@ class SharedMemory:
         if found.st_size < nbytes:
             return None
         name = f"{found.st_dev}:{found.st_ino}"
-        if len(self._known) + len(self._refused) >= self._forget_at:  # not each time: there may be tens of thousands
-            self._forget_dead()
-            self._forget_at = _FORGET_AT + 2 * (len(self._known) + len(self._refused))
+        self._forget_dead()
         self._known[name] = _Weak(storage), Export(nbytes, fd=fd)
         self._names[address] = name
         return name
 
     def _forget_dead(self) -> None:
+        """Not each time, since there may be tens of thousands."""
+        if len(self._known) + len(self._refused) < self._forget_at:
+            return
         for name in [name for name, (weak, _) in self._known.items() if weak.dead]:
             del self._known[name]
         self._names = {address: name for address, name in self._names.items() if name in self._known}
         self._refused = {address: weak for address, weak in self._refused.items() if not weak.dead}
+        self._forget_at = _FORGET_AT + 2 * (len(self._known) + len(self._refused))
 
     def alive(self, name: str) -> bool:
         known = self._known.get(name)
         return known is not None and not known[0].dead
+
+    def address(self, name: str) -> object:
+        return name
 
     def export(self, name: str) -> Export:
         return self._known[name][1]
@@ -205,6 +214,7 @@ class SharedMemory:
                 storages[address] = storage
         if not storages:
             return 0
+        self._forget_dead()
         moved = 0
         why: dict[str, int] = {}
         with _alone_in_shm():
