@@ -18,7 +18,7 @@ import torch
 from ray.util.collective.types import ReduceOp
 
 from tests.ascend.simulator import IMPATIENT, fake, knob, npus, patient, turned
-from tests.unit.members import Seat, footprint, introduce, no_more, results
+from tests.unit.members import Seat, footprint, introduce, no_more, results, settled
 from tests.unit.test_gloo_group import failure_of, pattern
 from twinkle_ray.backends import base, hccl
 from twinkle_ray.backends.rendezvous import Meeting, join_store
@@ -463,7 +463,7 @@ def rebuild(seat: Seat) -> Any:
         if n in (40, 204):  # after the pool's streams were made
             seat.say("settled")
             seat.hear()
-            marks.append(footprint())
+            marks.append(settled(marks[0]) if marks else footprint())
     return fake().fake_live_comms(), fake().fake_calls(b"HcclCommInitRootInfo"), *marks
 
 

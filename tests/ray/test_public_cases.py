@@ -282,7 +282,8 @@ def test_a27_memory_does_not_grow_with_syncs_of_a_large_model(actors: Any) -> No
             manager.sync_weights()
         after = get([actor.call.remote(held_memory) for actor in everyone])
         assert object_store() <= stored  # no weight goes by way of it
-    assert all(now <= then + (8 << 20) for now, then in zip(after, before, strict=True)), (before, after)
+    # The model has 40 MiB, and one bucket kept of each sync would be 96 by now; what else a process keeps varies by 10.
+    assert all(now <= then + (24 << 20) for now, then in zip(after, before, strict=True)), (before, after)
     assert equal(trainer, rollout)
 
 

@@ -138,6 +138,15 @@ def footprint() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
+def settled(early: tuple[int, int], seconds: float = 8.0) -> tuple[int, int]:
+    """The footprint when it is an earlier one again, or after so long: a joined thread is listed for a moment more, and
+    one that was left behind in an aborted group needs a core before it can end."""
+    until = time.monotonic() + seconds
+    while not no_more(late := footprint(), early) and time.monotonic() < until:
+        time.sleep(0.02)
+    return late
+
+
 def no_more(late: tuple[int, int], early: tuple[int, int]) -> bool:
     """Whether a footprint has not grown."""
     return late[0] <= early[0] and late[1] <= early[1]

@@ -1,18 +1,20 @@
 """Groups on CPU, among real processes. Patterns are made from a seed by numpy, so both ends know what must arrive."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from ray.util.collective.types import BroadcastOptions
 
-from tests.unit.members import footprint, introduce, members, no_more, results
+from tests.unit.members import footprint, introduce, members, no_more, results, settled
 from twinkle_ray.backends import backend_for, create_group, destroy_group, group_class, register, require
 from twinkle_ray.backends.gloo import BATCH, SCRATCH, SMALL_VIEW, GlooGroup, _batches, _place, _runs
 from twinkle_ray.backends.rendezvous import Meeting, unique_group_name
@@ -555,6 +557,46 @@ def test_two_groups_of_the_same_processes_do_not_cross():
         assert results(people) == [([[True] * 15] * 2, True)] * 2
 
 
+def given_up(seat, how):
+    """What is left of a group that failed, before Python looks for objects that hold each other."""
+    first = seat.group()
+    assert exchange(first, (100,), seed=1)
+    first.destroy_group()
+    del first
+    gc.collect()
+    gc.disable()
+    before = footprint()
+    group = seat.group()
+    assert exchange(group, (100,), seed=2)
+    seat.say("in")
+    assert seat.hear() == "on"
+    views = [torch.ones(9)]
+    ends = {"barrier": group.barrier, "rally": group.rally, "broadcast": partial(group.broadcast_many, views)}
+    if seat.rank == 0:
+        time.sleep(0.2)  # the other one waits by now
+        group.abort("for once")
+    with contextlib.suppress(SyncError):
+        ends[how]()
+        group.synchronize(Deadline.after(20))
+    with contextlib.suppress(SyncError):
+        group.rally()
+    group.destroy_group()
+    del group, ends
+    return before, settled(before, 4.0)
+
+
+@pytest.mark.parametrize("how", ["barrier", "rally", "broadcast"])
+def test_a_group_that_was_given_up_leaves_no_thread_and_no_descriptor_to_a_garbage_collection(how):
+    with members(given_up, 2, how) as people:
+        for _ in range(2):
+            introduce(people)
+        assert [one.hear() for one in people] == ["in"] * 2
+        for one in people:
+            one.say("on")
+        for before, after in results(people):
+            assert no_more(after, before)
+
+
 def hundred(seat):
     marks = []
     for n in range(105):
@@ -568,7 +610,7 @@ def hundred(seat):
         if n in (4, 104):
             seat.say("settled")
             seat.hear()
-            marks.append(footprint())
+            marks.append(settled(marks[0]) if marks else footprint())
     return marks
 
 

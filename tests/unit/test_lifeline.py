@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.unit.members import footprint, no_more
+from tests.unit.members import footprint, no_more, settled
 from twinkle_ray.backends.lifeline import Lifeline
 from twinkle_ray.errors import PeerLost, SyncAborted, SyncTimeout
 from twinkle_ray.types import Deadline, Rendezvous
@@ -227,10 +227,7 @@ def test_a_hundred_lifelines_leave_no_thread_and_no_descriptor():
     for _ in range(100):
         with lifelines(3):
             pass
-    until = time.monotonic() + 2
-    while not no_more(footprint(), before) and time.monotonic() < until:
-        time.sleep(0.01)  # a joined thread may still be listed for a moment
-    assert no_more(footprint(), before)
+    assert no_more(settled(before), before)
 
 
 def _answer_once(server: socket.socket, answer: bytes) -> None:

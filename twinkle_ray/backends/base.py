@@ -407,10 +407,17 @@ class SyncGroup(BaseGroup):
         """A copy of the failure, fit to be raised: one exception object must not collect several tracebacks."""
         return None if self._failure is None else copy.copy(self._failure)
 
+    def _require_sound(self) -> None:
+        """Raise the failure, if there is one."""
+        if (failure := self._raised()) is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # or it would hold this frame, and so itself and all that its callers have
+
     def _check(self) -> None:
         """Raise unless the group may be used."""
-        if (error := self._raised()) is not None:
-            raise error
+        self._require_sound()
         if self._destroyed or not self._connected:
             state = "destroyed" if self._destroyed else "not connected yet"
             raise ConfigError(f"group {self._group_name} is {state}")

@@ -42,6 +42,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
+from traceback import clear_frames
 from typing import Any, ClassVar
 
 import torch
@@ -178,11 +179,12 @@ class GlooGroup(SyncGroup):
                     logger.warning("%s: gloo did not end an operation whose connections are shut", self._group_name)
                     break
             break
-        for future in pending:
-            if future.done():
-                future.result()
-        if (error := self._raised()) is not None:
-            raise error
+        while pending:  # and no name for one: the error would hold itself by the frame that it was raised in
+            if pending[0].done():
+                pending.pop(0).result()
+            else:
+                pending.pop(0)
+        self._require_sound()
 
     # Ray's operations. They block until done, within the options' time-out or `op_timeout_s`.
 
@@ -302,14 +304,15 @@ class GlooGroup(SyncGroup):
         self._check()
 
         def guarded() -> None:
-            if (failure := self._raised()) is not None:
-                raise failure
             try:
+                self._require_sound()
                 with torch.inference_mode():  # thread-local; the only mode that may write to every kind of tensor
                     work()
             except TwinkleRayError as error:
+                clear_frames(error.__traceback__)  # which have gloo's own objects, and so its threads and sockets
                 raise self._fail(error, tell=True) from None
             except Exception as error:
+                clear_frames(error.__traceback__)
                 raise self._fail_locally(error) from error
             finally:
                 self._abandon()  # after a failure the sockets are shut by now
@@ -337,10 +340,6 @@ class GlooGroup(SyncGroup):
         finally:
             self._in_gloo = False
         self._require_sound()  # or what follows might write to what is used by others now
-
-    def _require_sound(self) -> None:
-        if self._failed.is_set() and (failure := self._raised()) is not None:
-            raise failure
 
     def _land(self, receives: deque[Any], count: int) -> None:
         """Wait for the last of the oldest ``count``; the others have come before it."""
