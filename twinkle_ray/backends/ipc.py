@@ -284,8 +284,7 @@ class IpcGroup(BroadcastGroup):
     def _until(self, ended: Callable[[], bool], deadline: Deadline) -> None:
         def work() -> None:
             while True:
-                if (error := self._raised()) is not None:
-                    raise error
+                self._require_sound()
                 moved = self._advance(waiting=True)
                 if ended() and not any(peer.link.unsent for peer in self._peers.values()):
                     break
@@ -645,8 +644,7 @@ class IpcGroup(BroadcastGroup):
             sizes += op.place.sizes
         try:
             for first, last in _parts(sizes, memory.batch_nbytes, _FEW if self._launches == 0 else len(sizes)):
-                if (error := self._raised()) is not None:
-                    raise error
+                self._require_sound()
                 memory.copy(into[first:last], of[first:last])
                 self.counts.copied += sum(sizes[first:last])
         finally:  # also what was launched before a failure is on its way

@@ -210,8 +210,7 @@ class StreamGroup(SyncGroup):
                 ask_at = now + _ASK_TRANSPORT_S
 
     def _check_failure(self) -> None:
-        if (error := self._raised()) is not None:
-            raise error
+        self._require_sound()
 
     # Ray's operations. Like Ray's own NCCL group they return once launched, but in stream order: the caller's current
     # stream waits for the result. They may be followed by anything on that stream, without synchronize().
